@@ -35,7 +35,7 @@ from essm_train.baselines.sizes import count_parameters, matched_baseline
 from essm_train.data.blocks import to_stream
 from essm_train.data.documents import read_files
 from essm_train.data.tokens import ByteEncoder
-from essm_train.files import write_json
+from essm_train.files import claim, write_json
 from essm_train.measure.evaluation import open_text
 from essm_train.run.steps import adamw, make_scheduler, update
 from modeling_essm import ESSMConfig, ESSMForCausalLM
@@ -285,7 +285,7 @@ def outputs_of(model: Any, ids: Tensor, budget: int | ResolvedBudget | None) -> 
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = common.parser(__doc__)
+    p = common.parser(__doc__, rounds=None)
     p.add_argument("--train_file", type=Path, required=True, help="texts, as essm-train-clm reads them")
     p.add_argument("--text_file", type=Path, required=True, help="held-out texts")
     p.add_argument("--configs", nargs="+", type=common.config_folder, default=CONFIGS, help="folders of ES-SSMs")
@@ -310,6 +310,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             p.error(f"--{name} must be at least {least}, got {value}")
     try:
         tasks = tasks_of(args)
+        if len({task.label for task in tasks}) < len(tasks):
+            raise ValueError(f"--configs must be folders of different names, got {[*map(str, args.configs)]}")
+        if args.save:
+            claim(args.save, [task.label for task in tasks if task.kind not in PEERS], flag="")
     except ValueError as error:
         p.error(str(error))
     told = ("updates", "seconds", "one_pass", "first_bytes", "batch", "length", "learning_rate", "windows")

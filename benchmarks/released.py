@@ -11,16 +11,17 @@ batch 1 on one thread, eager, in turn within every round; peers decode by the li
 before its steps give what one call over the whole text gives. Weights are those that a step reads: of an embedding that
 is not also the head, it reads a row, which is not counted.
 
---record is an earlier report: its models that are not named again keep their bits, and weights drawn anew, which take
-the same time, are timed. So a report alone is enough to measure the times on another machine. Below stand what a model
-of bytes has to beat: gzip -9, and counts of three bytes. Beside the report lie its two pictures: the frontier, and a
-text that the model of --writer continues at each of its budgets.
+--record is an earlier report on the same held-out blocks: its models that are not named again keep their bits, and
+weights drawn anew, which take the same time, are timed. So a report alone is enough to measure the times on another
+machine. Below stand what a model of bytes has to beat: gzip -9, and counts of three bytes. Beside the report lie its
+two pictures: the frontier, and a text that the model of --writer continues at each of its budgets.
 """
 
 from __future__ import annotations
 
 import functools
 import gzip
+import hashlib
 import itertools
 import json
 import os
@@ -163,7 +164,7 @@ def written(model: ESSMForCausalLM, budget: int) -> str:
     """What follows PROMPT: the first draw of seed 0."""
     torch.manual_seed(0)
     ids = torch.tensor([list(PROMPT.encode())])
-    options: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "min_new_tokens": WRITTEN}
+    options: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "min_new_tokens": WRITTEN, "top_k": 0}
     out = model.generate(ids, spectral_budget=budget, max_new_tokens=WRITTEN, **options)
     return bytes(t for t in out[0, ids.shape[1] :].tolist() if t < 256).decode(errors="replace")
 
@@ -297,11 +298,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         train, held_out, args.max_blocks, args.steps, args.context = train[:3], held_out[:1], 2, 4, 32
     settings = {name: getattr(args, name) for name in ("block_size", "max_blocks", "context", "steps")}
     record = json.loads(args.record.read_text(encoding="utf-8")) if args.record else {"models": {}, "results": []}
-    folders = {path.resolve().name: path for path in args.models} | ({WRITER: args.writer} if args.writer else {})
+    named = [(common.name_of(path), path) for path in args.models] + ([(WRITER, args.writer)] if args.writer else [])
+    folders = dict(named)
+    if len(folders) < len(named):
+        p.error(f"--models must be folders of different names, and none {WRITER!r}, got {[name for name, _ in named]}")
     if not folders.keys() | record["models"].keys():
         p.error("--models, --record or --writer must name a model")
+    stream = to_stream(held_out, ByteEncoder())[0]
+    blocks = evaluation_blocks(stream, args.block_size, args.max_blocks)
+    settings["held_out"] = hashlib.sha256(blocks.numpy().tobytes()).hexdigest()
+    if args.record and record["settings"]["held_out"] != settings["held_out"]:
+        scored = {name: record["settings"][name] for name in ("block_size", "max_blocks")}
+        p.error(f"--record has the bits of other held-out blocks, {scored}: give it the same text and sizes")
+    if len(stream) <= args.context:
+        p.error(f"--context must be below the {len(stream)} tokens of the held-out text, got {args.context}")
     device, report = common.start("released", args, threads=1, dtype="float32", **settings)
-    blocks = evaluation_blocks(to_stream(held_out, ByteEncoder())[0], args.block_size, args.max_blocks)
     text = hold_out_blocks(blocks, ByteEncoder.special_ids, 1.0, 8, "held-out text")
     models = {name: saved_model(path) for name, path in folders.items()}
     models |= {name: new_model(of["config"]) for name, of in record["models"].items() if name not in models}
@@ -318,7 +329,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         for name, model in models.items()
     }
     sizes = {(name, K): cut for name, model in models.items() for K, cut in sizes_of(model).items()}
-    context, calls, rows = blocks[:1, : args.context], {}, {}
+    context, calls, rows = torch.from_numpy(stream[: args.context].astype("int64"))[None], {}, {}
     for key, model in sizes.items():
         budget = key[1] if isinstance(model, ESSMForCausalLM) else None
         one = Decoder(WithCache(model) if isinstance(model, BaselineForCausalLM) else model, budget)

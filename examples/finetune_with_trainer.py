@@ -18,11 +18,11 @@ from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.training import BudgetDropoutCallback, budget_schedule
 
 torch.manual_seed(0)
-if len(sys.argv) > 1 and Path(sys.argv[1]).is_dir():
+steps = int(sys.argv.pop()) if sys.argv[-1].isdigit() else 60
+if len(sys.argv) > 1:
     model = ESSMForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)  # bf16 is too coarse for small updates
 else:
     model = ESSMForCausalLM(ESSMConfig(hidden_size=64, num_hidden_layers=2, filter_length=512))
-steps = int(sys.argv[-1]) if sys.argv[-1].isdigit() else 60
 capacity = model.config.num_spectral_channels
 
 text = Path(__file__).read_bytes()  # any bytes are text: this file, in blocks of 128

@@ -40,7 +40,7 @@ held_out, labels = text.held_out, text_labels(text.held_out, encoder.special_ids
 names = {field.name for field in dataclasses.fields(TrainingArguments)}
 shared = {name: value for name, value in vars(args).items() if name in names and value is not None}
 shared |= {"max_steps": -1} if args.num_train_epochs else {}
-shared |= {"lr_scheduler_kwargs": {"min_lr_rate": args.min_lr_rate}} if args.min_lr_rate is not None else {}
+shared["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs
 trainer = Trainer(
     model,
     TrainingArguments(**shared, eval_strategy="steps"),

@@ -188,7 +188,7 @@ def test_the_trigram_is_that_of_witten_and_bell(monkeypatch):
     assert released.trigram_bits(train, held_out) == pytest.approx(witten_bell(list(train), list(held_out)))
 
 
-def test_the_frontier_of_a_model_and_its_peers(quick, tmp_path):
+def test_the_frontier_of_a_model_and_its_peers(quick, tmp_path, capsys):
     """Every size is scored as its model scores it; a report alone keeps the bits, and makes models of its shapes."""
     torch.manual_seed(0)
     models: dict = {"mine": random_model(block="elastic", num_spectral_channels=8, trained_budgets=[2, 4, 8])}
@@ -217,6 +217,12 @@ def test_the_frontier_of_a_model_and_its_peers(quick, tmp_path):
         assert (row["weights"] < whole["weights"]) == (row["state_bytes"] < whole["state_bytes"]) == (row is not whole)
     assert list(report["texts"]) == ["2", "4", "8"]
     (tmp_path / "record.json").write_text(json.dumps(report))
+    with pytest.raises(SystemExit):
+        quick(released, "--record", tmp_path / "record.json", *texts[:-1], 32)
+    assert "has the bits of other held-out blocks, {'block_size': 64" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        quick(released, "--models", tmp_path / "mamba2", tmp_path / "mamba2" / "model", *texts)
+    assert "must be folders of different names" in capsys.readouterr().err
     again = quick(released, "--record", tmp_path / "record.json", *texts)
     same = ("name", "budget", "bits_per_byte", "weights", "state_bytes")
     assert [[row[x] for x in same] for row in again["results"]] == [[row[x] for x in same] for row in report["results"]]

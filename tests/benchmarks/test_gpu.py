@@ -114,6 +114,16 @@ def test_every_model_learns_and_is_saved(train, tmp_path):
         assert bits == pytest.approx(results[name]["bits_per_byte"][str(K[-1])], abs=0.1)
 
 
+def test_what_another_run_saved_is_not_replaced(train, tmp_path, capsys):
+    (tmp_path / CONFIG.name).mkdir()
+    (tmp_path / CONFIG.name / "essm.py").write_text("mine")
+    for options in (["--save", str(tmp_path)], ["--configs", str(CONFIG), str(CONFIG)]):
+        with pytest.raises(SystemExit):
+            train("--updates", "1", "--models", "elastic", *options)
+    told = capsys.readouterr().err
+    assert f"holds {CONFIG.name}, which this run did not write" in told and "of different names" in told
+
+
 def test_a_model_that_fails_costs_the_others_nothing(train, monkeypatch):
     make = gpu_train.make_model
     monkeypatch.setattr(gpu_train, "make_model", lambda task: make(task) if task.kind == "llama" else 1 / 0)

@@ -47,6 +47,8 @@ def test_finetune_with_trainer():
     lines = run_example("finetune_with_trainer.py", "20")[-2:]
     before, after = ([float(part.split()[0]) for part in line.split(":")[1].split(",")] for line in lines)
     assert len(before) == 3 and all(new < old - 1 for old, new in zip(before, after))
+    run = run_script(ROOT / "examples" / "finetune_with_trainer.py", "no/such/model", "1")
+    assert run.returncode and "no/such/model" in run.stderr
 
 
 def test_a_model_saved_in_bf16_is_finetuned_in_fp32(tmp_path):
@@ -60,6 +62,7 @@ def test_train_with_trainer(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"abcdefgh" * 500)
     options = "--config_overrides hidden_size=16,num_hidden_layers=1,filter_length=64 --block_size 32 --sweep_blocks 2"
     options += " --validation_blocks 2 --max_steps 40 --warmup_steps 2 --learning_rate 0.02 --eval_steps 40"
+    options += " --lr_scheduler_type warmup_stable_decay --decay_steps 10"
     places = ["--output_dir", str(tmp_path / "run"), "--train_file", str(tmp_path / "a.txt")]
     lines = run_example("train_with_trainer.py", *places, *options.split())
     figures = [line.split() for line in lines if line.startswith("K = ")]
