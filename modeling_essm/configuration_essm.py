@@ -194,6 +194,9 @@ class ESSMConfig(PreTrainedConfig):
         for name, value in self._defaults().items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if self.vocab_size <= getattr(type(self), name) == getattr(self, name):
+                setattr(self, name, None)  # those of bytes, in a smaller vocabulary
         # save_pretrained would name only the saved class; every folder should load through every Auto class.
         kwargs["auto_map"] = self.auto_classes | (kwargs.get("auto_map") or {})
         super().__post_init__(**kwargs)

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
@@ -19,6 +21,7 @@ from .cache_essm import ESSMCache, ESSMStaticCache
 from .spectral_budget import SpectralBudget, of_each_layer, rows_of_samples, spectral_layers
 
 logger = logging.get_logger(__name__)
+_CHUNKS_GO_ON = Version(transformers.__version__) >= Version("5.21")  # earlier ones read what a cache has again
 
 
 class StepBudgets:
@@ -160,10 +163,19 @@ class ElasticGenerationMixin(GenerationMixin):
             inputs.pop("attention_mask", None)
         return inputs
 
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> None:
+        """None: a model without absolute positions has no use for them, and they would say where sequences begin."""
+
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         """An ESSMStaticCache, which steps are compiled with, for `cache_implementation="static"`; else an ESSMCache."""
         if generation_config.prefill_chunk_size is not None:
             check_left_padding("prefill_chunk_size", model_kwargs.get("attention_mask"))
+            cache = model_kwargs.get("past_key_values")
+            if cache is not None and cache.get_seq_length() and not _CHUNKS_GO_ON:
+                raise ValueError(
+                    "a cache that has read tokens goes on with prefill_chunk_size from transformers 5.21 on, this is "
+                    f"{transformers.__version__}: leave prefill_chunk_size out"
+                )
         kind = generation_config.cache_implementation
         if kind not in (None, "static"):
             logger.warning_once(f"cache_implementation={kind!r} is ignored: the cache of an ES-SSM is an ESSMCache")

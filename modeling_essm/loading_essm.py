@@ -165,7 +165,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
                 module.out_features, module.in_features = part.shape
         config = truncated_config(self.config, capacities)
         for module in self.modules():
-            if isinstance(module, ElasticPreTrainedModel):
+            if isinstance(getattr(module, "config", None), type(config)):  # models and attention layers
                 module.config = config
         self._forget_generation_budget()
         return self
@@ -317,6 +317,10 @@ def truncated_config(config: Any, capacities: Sequence[int]) -> Any:
     if small.budget_presets is not None:
         small.budget_presets = {name: K for name, K in small.budget_presets.items() if budget_fits(K, small)}
     if not budget_fits(small.spectral_budget, small):
+        logger.warning_once(
+            f"spectral_budget {small.spectral_budget} of the configuration does not fit {list(capacities)} channels: "
+            "the smaller model has no default budget, and runs all that it has"
+        )
         small.spectral_budget = None
     return small
 

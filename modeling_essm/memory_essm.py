@@ -22,6 +22,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from .mixer_essm import ESSMPrefixLinear
 
 _SLOW = 4.0  # a new memory keeps 0.98 a step
+_SILENCE = 1e-6  # keys of less squared length fade out, as in the library's rule: else noise would write as loudly
 _EXPORTED_CHUNK = 64  # a power of two
 _MOST_KEYS = 256  # that flash-linear-attention's kernels take
 # The library's own code. What it has imported may be a kernel of flash-linear-attention, for accelerators and 16 bits.
@@ -67,7 +68,8 @@ class ESSMMemory(nn.Module):
             q = q * _first(read, q)
         if written is not None:
             k, v = k * _first(written, k), v * _first(written, v)
-        q, k = F.normalize(torch.stack([q, k], 2).flatten(3), dim=-1).unbind(2)
+        qk = torch.stack([q, k], 2).flatten(3)
+        q, k = (qk * (qk.square().sum(-1, keepdim=True) + _SILENCE).rsqrt()).unbind(2)
         decay, beta = self.rates(u, 2).float().chunk(2, -1)
         decay, beta = F.logsigmoid(_SLOW - decay), beta.sigmoid()
         if real is not None:

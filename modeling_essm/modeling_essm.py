@@ -422,6 +422,8 @@ class ESSMModel(ESSMPreTrainedModel):
         output_hidden_states: bool | None = None,
         spectral_budget: SpectralBudget = None,
         state_lengths: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> ESSMModelOutput:
         """
@@ -451,7 +453,9 @@ class ESSMModel(ESSMPreTrainedModel):
         check_mask(attention_mask, B, L, past)
         mask = None if attention_mask is None else attention_mask[:, -L:].bool()
         embeddings = self.embedding_dropout(self._embed(input_ids, inputs_embeds, input_features, mask, cache))
-        packing = read_packing(kwargs, B, L, mask, not self.is_hybrid) if kwargs and L > 1 else None
+        told = {**kwargs, "position_ids": position_ids, "seq_idx": seq_idx}
+        told = {name: value for name, value in told.items() if value is not None}
+        packing = read_packing(told, B, L, mask, not self.is_hybrid) if told and L > 1 else None
         warn_once_of(config, budget, past + L if packing is None else packing.longest)
         use_cache = wants_cache(self, use_cache, cache, packing)
         if use_cache and cache is None:
@@ -573,6 +577,8 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         spectral_budget: SpectralBudget = None,
         logits_to_keep: int | Tensor = 0,
         state_lengths: Tensor | None = None,
+        position_ids: Tensor | None = None,  # Trainer drops columns of data that no argument is named after
+        seq_idx: Tensor | None = None,
         **kwargs: Any,
     ) -> ESSMCausalLMOutput:
         """
@@ -584,6 +590,8 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         """
         refuse_unsupported(kwargs)
         packing = {name: kwargs.pop(name) for name in PACKING_ARGUMENTS if name in kwargs}
+        packing |= {} if position_ids is None else {"position_ids": position_ids}
+        packing |= {} if seq_idx is None else {"seq_idx": seq_idx}
         if self.decoding_steps and not packing and past_key_values is not None and input_ids is not None:
             hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
             others = (attention_mask, inputs_embeds, labels, hidden, state_lengths)

@@ -73,11 +73,11 @@ class Packing:
 
     def sequences(self, B: int, L: int) -> Tensor:
         """(B, L) int64 on the CPU: which sequence each position belongs to."""
-        return torch.searchsorted(self.first, torch.arange(B * L), right=True).view(B, L) - 1
+        return torch.searchsorted(self.first, torch.arange(B * L, device="cpu"), right=True).view(B, L) - 1
 
     def positions(self, B: int, L: int) -> Tensor:
         """(B, L) int64 on the CPU: of each position its place in its sequence."""
-        return torch.arange(B * L).view(B, L) - self.first[self.sequences(B, L)]
+        return torch.arange(B * L, device="cpu").view(B, L) - self.first[self.sequences(B, L)]
 
     def apply(self, mixer: Callable[..., Tensor], u: Tensor, call: Any) -> Tensor:
         """mixer(u, call) of every sequence by itself, with a `LayerCall` for its row: (B, L, D) -> (B, L, D)."""

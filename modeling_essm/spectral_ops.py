@@ -64,7 +64,7 @@ def _is_memory_bound(features: Tensor, M_flat: Tensor) -> bool:
     """Whether the product waits for M, on a CPU, with no gradient wanted of it."""
     if torch.is_grad_enabled() or torch.compiler.is_exporting():  # first: an export must not look at the batch
         return False
-    if M_flat.device.type != "cpu" or features.shape[0] > 4 or M_flat.dtype == torch.float64:
+    if M_flat.device.type != "cpu" or not 0 < features.shape[0] <= 4 or M_flat.dtype == torch.float64:
         return False
     return M_flat.nbytes >= _CACHED_BYTES_CPU or M_flat.dtype == torch.float16  # BLAS is slow in fp16 at any size
 
@@ -152,17 +152,20 @@ class SpectralOperator:
                 f"spectral_algorithm must be one of {(*ALGORITHMS,)}, got {algorithm!r} "
                 '("fft" and "naive" need the package modeling_essm)'
             )
-        if channel_mixing.shape[1] != u.shape[2]:
-            raise ValueError(f"channel_mixing must take inputs of width {u.shape[2]}, got {channel_mixing.shape[1]}")
+        (B, L, D), K = u.shape, gates.shape[2]
+        if gates.shape[:2] != (B, L):
+            raise ValueError(f"gates must have shape ({B}, {L}, K), got {tuple(gates.shape)}")
+        if channel_mixing.shape[0] < K or channel_mixing.shape[1] != D:
+            shape = tuple(channel_mixing.shape)
+            raise ValueError(f"channel_mixing must have at least {K} channels of input width {D}, got {shape}")
         if gates.ndim == 4 and (channel_mixing.ndim == 3 or u.shape[2] % gates.shape[3]):
             raise ValueError(f"gates of {gates.shape[3]} groups need diagonal M_k of a width that they divide")
-        K = gates.shape[2]
         if initial_state is None or num_states is None:  # a decoding step has both, checked by its cache
             num_states = max(num_states or 0, self.num_states(K))
         N = num_states
         if initial_state is not None:
-            if initial_state.shape[1] < N:
-                raise ValueError(f"initial_state needs {N} states, got {initial_state.shape[1]}")
+            if initial_state.shape[1] < N or initial_state.shape[::2] != (B, D):
+                raise ValueError(f"initial_state must have shape ({B}, >= {N}, {D}), got {tuple(initial_state.shape)}")
             initial_state = initial_state[:, :N]
         autocast = u.device.type != "meta" and torch.is_autocast_enabled(u.device.type)
         if autocast:

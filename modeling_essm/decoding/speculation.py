@@ -32,6 +32,7 @@ _OF_A_ROW = {
     "EncoderRepetitionPenaltyLogitsProcessor",
     "EncoderNoRepeatNGramLogitsProcessor",
 }
+_WITH_HISTORY = {"SynthIDTextWatermarkLogitsProcessor"}  # a draft would be in it before it is accepted
 
 
 @dataclass
@@ -80,7 +81,10 @@ def speculate(draft_budget: SpectralBudget, draft_length: int | None = None) -> 
         if model.training:
             raise ValueError("drafts are verified in evaluation mode, without dropout: call model.eval() first")
         _check(generation_config, model_kwargs)
-        names = _OF_A_ROW & {type(processor).__name__ for processor in logits_processor}
+        given = {type(processor).__name__ for processor in logits_processor}
+        if names := _WITH_HISTORY & given:
+            raise ValueError(f"drafts cannot be judged by {min(names)}, which keeps what it has seen")
+        names = _OF_A_ROW & given
         if names and len(input_ids) > 1:
             raise ValueError(f"drafts are judged row by row, and {min(names)} knows rows by their place: give one row")
         drafts = rows_of_samples(draft_budget, generation_config.num_return_sequences or 1)

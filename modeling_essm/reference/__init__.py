@@ -114,7 +114,8 @@ def delta_memory(x: Tensor, qk: Tensor, v: Tensor, W: Mapping[str, Tensor]) -> t
     B, L, K, e = v.shape
     m = qk.shape[3] // 2
     qk = F.silu(qk + W["memory.offset"][: 2 * K * m].view(K, 2 * m))
-    q, k = (F.normalize(part.flatten(2), dim=2) for part in qk.split(m, 3))
+    q, k = (part.flatten(2) for part in qk.split(m, 3))
+    q, k = (part * (part.square().sum(2, keepdim=True) + 1e-6).rsqrt() for part in (q, k))
     decay, strength = (x @ W["memory.rates.weight"].T + W["memory.rates.bias"]).unbind(2)
     a, beta, v = (4.0 - decay).sigmoid(), strength.sigmoid(), v.flatten(2)
     S, o = x.new_zeros(B, K * m, K * e), []

@@ -65,6 +65,13 @@ def test_values_that_a_field_does_not_take(names):
             ESSMConfig.from_dict(tiny_config().to_dict(), **{name: BAD_VALUES[names][0]})
 
 
+def test_special_tokens_of_bytes_are_those_of_no_smaller_vocabulary():
+    names = ("pad_token_id", "bos_token_id", "eos_token_id")
+    found = [[getattr(ESSMConfig(vocab_size=size), name) for name in names] for size in (100, 258, 259)]
+    assert found == [[None] * 3, [256, 257, None], [256, 257, 258]]
+    assert ESSMConfig(vocab_size=100, pad_token_id=3).pad_token_id == 3
+
+
 def test_numbers_of_numpy_are_numbers():
     config = tiny_config(dropout=np.float64(0.1), initializer_range=1 / np.sqrt(512))
     assert (config.dropout, config.initializer_range) == (0.1, 1 / np.sqrt(512))

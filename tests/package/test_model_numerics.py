@@ -6,7 +6,18 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import HYBRID, VARIANTS, assert_close, blocks, captured_warnings, pad, random_ids, random_model, variants
+from helpers import (
+    HYBRID,
+    VARIANTS,
+    assert_close,
+    blocks,
+    captured_warnings,
+    pad,
+    random_ids,
+    random_model,
+    tiny_config,
+    variants,
+)
 from torch.func import functional_call, grad, vmap
 
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
@@ -244,6 +255,20 @@ def test_autocast_trains(block):
     loss.backward()
     assert abs(loss - expected) < 0.02 * expected  # bf16 rounding
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_near_silence_does_not_shout_in_a_memory():
+    """Keys of noise at 1e-7 would have unit length and gradients of 1e5, where silence has those of the rest."""
+    fields = VARIANTS["memory"] | {"num_input_features": 3, "num_labels": 2}
+    x, noise = (torch.randn(4, n, 3, generator=torch.Generator().manual_seed(n)) for n in (60, 30))
+    norms = []
+    for loudness in (0.0, 1e-7):
+        x[:, 20:50] = loudness * noise
+        torch.manual_seed(0)
+        model = ESSMForSequenceClassification(tiny_config(**fields))
+        model(input_features=x, labels=torch.tensor([0, 1, 0, 1])).loss.backward()
+        norms.append(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
+    assert norms[1] < 3 * norms[0]
 
 
 def test_training_weights_in_16_bits_warns_once():

@@ -3,8 +3,9 @@
 
 import pytest
 import torch
-from helpers import assert_close, random_ids, random_model, variants
-from transformers import DataCollatorWithFlattening
+from datasets import Dataset
+from helpers import HYBRID, assert_close, random_ids, random_model, trainer_arguments, variants
+from transformers import DataCollatorWithFlattening, Trainer, default_data_collator
 
 from modeling_essm import ESSMCache, ESSMForSequenceClassification
 from modeling_essm.mixer_essm import LayerCall
@@ -151,6 +152,27 @@ def test_the_librarys_collator(options):
     with torch.no_grad():
         call = {"attention_mask": (padded >= 0).long(), "labels": padded}
         assert_close(random_model()(**batch).loss, random_model()(padded.clamp(min=0), **call).loss)
+
+
+@pytest.mark.parametrize("how", ["position_ids", "seq_idx"])
+def test_a_trainer_keeps_what_tells_of_packing(how, tmp_path):
+    """It drops columns of data that no argument of the model is named after."""
+    model, ids, packed = random_model(), random_ids(1, 12), described(how, [5, 7])
+    row = {"input_ids": ids[0].tolist(), "labels": ids[0].tolist(), how: packed[how][0].tolist()}
+    trainer = Trainer(model, trainer_arguments(tmp_path), data_collator=default_data_collator)
+    with torch.no_grad():
+        expected = model(ids, labels=ids, **packed).loss
+    assert trainer.evaluate(Dataset.from_list([row]))["eval_loss"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_default_device_is_not_that_of_places():
+    model, ids = random_model(**HYBRID), random_ids(1, 8)
+    with torch.no_grad():
+        expected = model(ids, **described("seq_idx", [3, 5])).logits
+        with torch.device("meta"):
+            places = Packing(torch.zeros(1, 8, dtype=torch.bool, device="cpu"))
+            assert places.sequences(1, 8).device == places.positions(1, 8).device == torch.device("cpu")
+    assert expected.shape == (1, 8, 259)
 
 
 OFFSETS = r"cu_seqlens must ascend from 0 to 8 in a batch of one row"

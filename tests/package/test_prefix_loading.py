@@ -7,7 +7,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import SHA, VARIANTS, assert_close, blocks, filled, hub_snapshot, random_ids, random_model, variants
+from helpers import (
+    HYBRID,
+    SHA,
+    VARIANTS,
+    assert_close,
+    blocks,
+    captured_warnings,
+    filled,
+    hub_snapshot,
+    random_ids,
+    random_model,
+    variants,
+)
 from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
 
@@ -168,6 +180,24 @@ def test_the_config_follows(tmp_path):
     given = GenerationConfig(max_new_tokens=3)
     kept = ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=6, generation_config=given)
     assert kept.generation_config.max_new_tokens == 3
+
+
+def test_a_default_budget_that_no_longer_fits_is_told(tmp_path):
+    random_model(spectral_budget=8).save_pretrained(tmp_path)
+    for load in (ESSMForCausalLM, AutoModelForCausalLM):
+        for capacity, dropped in ((8, False), (4, True)):
+            with captured_warnings() as messages:
+                small = load.from_pretrained(tmp_path, spectral_capacity=capacity)
+            assert small.config.spectral_budget == (None if dropped else 8)
+            assert ["spectral_budget 8 of the configuration does not fit [4, 4]" in m for m in messages] == [
+                True
+            ] * dropped
+
+
+def test_truncating_leaves_every_layer_one_configuration():
+    model = random_model(**HYBRID).truncate(4)
+    assert model.model.config is model.config
+    assert [layer.self_attn.config is model.config for layer in model.model.layers[1::2]] == [True, True]
 
 
 @blocks

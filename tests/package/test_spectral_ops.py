@@ -100,14 +100,38 @@ def test_rows_of_padding_only_keep_their_state(algorithm):
     assert (operator(u, gates, M, None, lengths, algorithm=algorithm)[1][0] == 0).all()
 
 
+@torch.no_grad()
+def test_no_rows_make_a_step():
+    """Where a step would wait for its matrices, too: rows of theirs are shared out among the threads."""
+    u, gates, M = torch.zeros(0, 1, 256), torch.zeros(0, 1, 4), torch.zeros(4, 256, 256)
+    assert M.nbytes >= spectral_ops._CACHED_BYTES_CPU
+    assert SpectralOperator(H)(u, gates, M)[0].shape == (0, 1, 256)
+
+
+def cut(which: int, positions: slice, channels: int | None = None):
+    """Inputs of 10 positions and 8 channels, one of which has fewer."""
+    tensors = [*make_inputs(2, 10, 8)]
+    tensors[which] = tensors[which][:channels] if channels else tensors[which][:, positions]
+    return tensors
+
+
 @pytest.mark.parametrize(
     ("tensors", "x0", "algorithm", "message"),
     [
         (make_inputs(1, 10, 8), None, "winograd", r"spectral_algorithm must be one of .*got .winograd."),
-        (make_inputs(1, 10, 8), torch.zeros(1, 5, 12), "chunked", "initial_state needs 24 states, got 5"),
+        (
+            make_inputs(1, 10, 8),
+            torch.zeros(1, 5, 12),
+            "chunked",
+            r"initial_state must have shape \(1, >= 24, 12\), got \(1, 5, 12\)",
+        ),
+        (make_inputs(2, 10, 8), torch.zeros(1, 24, 12), "step", r"shape \(2, >= 24, 12\), got \(1, 24, 12\)"),
+        (cut(1, slice(9)), None, "chunked", r"gates must have shape \(2, 10, K\), got \(2, 9, 8\)"),
+        (cut(1, slice(9)), None, "step", r"gates must have shape \(2, 10, K\), got \(2, 9, 8\)"),
+        (cut(2, slice(None), 4), None, "chunked", r"channel_mixing must have at least 8 channels of input width 12"),
         (make_heads(1, 9, 2, G=5), None, "chunked", "gates of 5 groups need diagonal M_k of a width that they divide"),
     ],
-    ids=["algorithm", "state", "gates"],
+    ids=["algorithm", "state", "rows of the state", "length", "length of steps", "channels", "groups"],
 )
 def test_errors(tensors, x0, algorithm, message):
     with pytest.raises(ValueError, match=message):

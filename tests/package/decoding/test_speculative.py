@@ -4,10 +4,12 @@
 import pytest
 import torch
 from helpers import VARIANTS, assert_close, captured_warnings, filled, level_model, random_ids
-from transformers import TextStreamer
+from transformers import SynthIDTextWatermarkingConfig, TextStreamer
 
 from modeling_essm import ESSMCache, build_byte_tokenizer
 from modeling_essm.decoding import speculate
+
+SYNTHID = SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=5)
 
 NEW = 17
 
@@ -156,6 +158,10 @@ def test_sampling_draws_from_the_same_distribution():
         ({"guidance_scale": 2.0}, "combined with guidance_scale, got 2.0"),
         ({"step_budgets": [4]}, "combined with step_budgets"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [row]}, "PrefixConstrainedLogitsProcessor knows rows by"),
+        (
+            {"watermarking_config": SYNTHID, "do_sample": True},
+            "cannot be judged by SynthIDTextWatermarkLogitsProcessor",
+        ),
         ({"output_scores": True, "return_dict_in_generate": True}, "combined with output_scores"),
         ({"past_key_values": filled(level_model(), random_ids(2, 5))}, "draft_budget starts from input_ids"),
     ],
