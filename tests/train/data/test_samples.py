@@ -52,6 +52,23 @@ def test_every_place_can_be_resumed(kind):
         assert resumed.load(resumed.draw(10)) == expected[place : place + 10], place
 
 
+def test_a_stream_is_resumed_again_before_it_reads_on():
+    """A row of many samples lasts for a while, and a stream that has not gone on yet says that it is at its start."""
+    expected = numbers(6, expand=many).draw(120)
+    drawn, state = [], numbers(6, expand=many).state_dict()
+    for _ in range(24):
+        source = numbers(6, expand=many)
+        source.load_state_dict(state)
+        drawn += source.draw(5)
+        state = source.state_dict()
+    assert drawn == expected
+
+
+def many(item: dict, rest: int | None) -> tuple[list, int]:
+    """Twenty samples of a row, the first of which tells the row before."""
+    return [(item["x"], rest), *((item["x"], i) for i in range(1, 20))], item["x"]
+
+
 def test_a_stream_is_shuffled_within_its_buffer():
     assert numbers(buffer_size=1).draw(50) == list(range(50))
     drawn = numbers(buffer_size=8).draw(50)

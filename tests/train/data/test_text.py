@@ -211,6 +211,14 @@ def test_broken_files_are_named(streaming, tmp_path):
             load(train_file=[str(tmp_path / name)], validation_file=held_out, streaming=streaming).source.draw(1)
 
 
+def test_other_columns_of_csv_may_hold_anything(tmp_path):
+    """`datasets` would take the types of the first 10,000 rows for those of all."""
+    rows = [f"some words,{i}" for i in range(10_001)]
+    (tmp_path / "mixed.csv").write_text("\n".join(["text,zip", *rows, "the last,A12"]))
+    *_, last = read_files([str(tmp_path / "mixed.csv")])
+    assert last == "the last"
+
+
 def test_text_that_is_not_there(tmp_path):
     (tmp_path / "books").mkdir()
     for named, message in (

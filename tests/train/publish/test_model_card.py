@@ -33,7 +33,7 @@ def test_card_of_a_language_model(run, sweep):
     read = {K: f"{model.num_active_parameters(K):,}" for K in sweep["budgets"]}
     assert len({*read.values()}) == 3
     card = ModelCard(text)
-    assert card.data.license == "apache-2.0" and card.data.library_name == "transformers"
+    assert card.data.license is None and card.data.library_name == "transformers"
     assert card.data.pipeline_tag == "text-generation" and "state-space-model" in card.data.tags
     assert card.data.model_name == "elastic" and card.data.metrics == ["bits_per_byte"]
     assert card.data.eval_results == [
@@ -70,6 +70,10 @@ def test_card_of_a_language_model(run, sweep):
     assert text == write(run)
     text = write(run, sweep=sweep | {"bits_per_byte": [3.0, 2.7, 2.5]})
     assert "Collapse boundary:" in text and f"| 8 | {read[8]} | 2.7000 | +8.0% | 5,000 | collapse boundary |" in text
+    training = json.loads((run / "training.json").read_text())
+    best = training | {"best_update": 3, "arguments": training["arguments"] | {"load_best_model_at_end": True}}
+    assert "| weights | those after update 3, the best validation |" in write(run, training=best)
+    assert "the best validation" not in text
     text = write(run, sweep=None, training=None)
     assert "Not measured" in text and "| data | not stated |" in text and ModelCard(text).data.eval_results is None
 

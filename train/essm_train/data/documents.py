@@ -153,6 +153,8 @@ def open_files(
     for builder, group in itertools.groupby(files_of(paths), _builder):
         files = [glob.escape(str(Path(path).absolute())) for path in group]  # `datasets` takes patterns
         options = _options(builder, column or text, None if streaming else label)
+        if builder == "csv" and column is not None:  # types of other columns may change after rows that have been read
+            options["usecols"] = [column]
         rows = load(what, builder, data_files=files, split="train", streaming=streaming, **options)
         if builder == "csv" and not streaming:
             rows = _labels_of_csv(rows, label, names, what)

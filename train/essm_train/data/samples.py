@@ -76,9 +76,9 @@ class StreamSamples:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.drawn, self._ended = state["epoch"], state["drawn"], state["ended"]
         self.buffer, self._rest = list(state["buffer"]), state["rest"]
-        self._stream, self._started = self.open_stream(), state["stream"] is not None
-        if self._started:
-            self._stream.load_state_dict(state["stream"])
+        self._stream, self._place, self._read = self.open_stream(), state["stream"], False
+        if self._place is not None:
+            self._stream.load_state_dict(self._place)
         self._items = items_of(self._stream, "the training stream")
 
     def _fill(self) -> None:
@@ -87,7 +87,7 @@ class StreamSamples:
             if item is None:
                 self._ended = True
             else:
-                self._started = True
+                self._read = True
                 samples, self._rest = self.expand(item, self._rest)
                 self.buffer += samples
 
@@ -110,7 +110,9 @@ class StreamSamples:
         return list(handles)
 
     def state_dict(self) -> dict[str, Any]:
-        stream = self._stream.state_dict() if self._started else None
+        stream = (
+            self._stream.state_dict() if self._read else self._place
+        )  # before, a stream says that it is at its start
         place = {"epoch": self.epoch, "drawn": self.drawn, "ended": self._ended, "stream": stream}
         return place | {"buffer": list(self.buffer), "rest": self._rest}
 

@@ -119,7 +119,7 @@ def _metadata(
     if not (isinstance(dataset, str) and re.fullmatch(r"[\w-]+(/[\w.-]+)?", dataset) and not Path(dataset).exists()):
         dataset = None  # a path, which no other machine has
     found = {"pipeline_tag": task, "datasets": dataset and [dataset]}
-    data = {"license": "apache-2.0", "library_name": "transformers", **found} | data
+    data = {"library_name": "transformers", **found} | data
     data["tags"] = list(dict.fromkeys([*(data.get("tags") or []), *TAGS]))
     if curve is None:
         return data
@@ -244,6 +244,9 @@ def _results(
 def _training(training: dict[str, Any]) -> str:
     updates = training.get("updates")
     facts: dict[str, Any] = {"data": str(training.get("data") or "not stated"), "updates": updates}
+    arguments = training.get("arguments") or {}
+    if arguments.get("load_best_model_at_end"):
+        facts["weights"] = f"those after update {training.get('best_update')}, the best validation"
     for unit in ("tokens", "samples"):
         count = training.get(f"{unit}_per_update")
         facts[f"{unit} per update"] = count
@@ -251,7 +254,7 @@ def _training(training: dict[str, Any]) -> str:
             facts[f"{unit} in all"] = updates * count
     facts |= {name: training.get(name) for name in ("schedule", "hardware", "script")}
     text = f"## Training\n\n{_facts(facts)}"
-    arguments = {name: _public(name, value) for name, value in (training.get("arguments") or {}).items()}
+    arguments = {name: _public(name, value) for name, value in arguments.items()}
     if arguments:
         lines = "\n".join(f"{name}: {json.dumps(value)}" for name, value in arguments.items() if value is not None)
         text += f"\n\n<details><summary>Arguments</summary>\n\n```yaml\n{lines}\n```\n\n</details>"

@@ -137,7 +137,7 @@ class RunLog:
             write_text(path, "".join(f"{line}\n" for line in lines if 0 < _update_of(line) <= last))
 
     def __call__(self, values: dict[str, Any], update: int) -> None:
-        self.accelerator.log(values, step=update)
+        self.accelerator.log({name.replace("=", " "): value for name, value in values.items()}, step=update)  # MLflow
         if self.accelerator.is_main_process:
             with naming(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"update": update, **values}) + "\n")

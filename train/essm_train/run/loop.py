@@ -56,6 +56,7 @@ from essm_train.run.checkpoints import (
 from essm_train.run.steps import adamw, make_scheduler, update
 from essm_train.run.weights import WeightAverage, non_finite, save_model
 from modeling_essm.budgets.curve import BudgetCurve
+from modeling_essm.budgets.profile import device_name
 from modeling_essm.companions.truncation.models import resize_states
 from modeling_essm.companions.truncation.training import InTrainingTruncation, attempt_steps, truncatable
 from modeling_essm.training.budget_dropout import (
@@ -143,7 +144,8 @@ def train_and_sweep(accelerator: Accelerator, args: ModelArguments, task: Task) 
     sweep = sweep_budgets(saved, task.held_out, progress=lambda K: say(accelerator, f"sweep: K={K}"))
     if accelerator.is_main_process:
         say(accelerator, task.heading + sweep.table())
-        save_sweep(sweep, output_dir, model=str(folder), data=task.description, **task.swept)
+        ran_on = f"{device_name(saved.device)}, {str(saved.dtype).removeprefix('torch.')}"
+        save_sweep(sweep, output_dir, model=str(folder), data=task.description, hardware=ran_on, **task.swept)
         say(accelerator, f"saved {output_dir / 'budget_sweep.json'} and budget_sweep.png")
         if args.architecture == "essm" and any(folder.glob("*.py")):  # others have no card
             write_card_and_push(args)
