@@ -177,6 +177,7 @@ class Adapter:
         index, real = padded_index(keep, size)
         if not self.mode_dims(layer):
             system = self.read(layer)
+            index, real = index.to(system.lam.device), real.to(system.lam.device)
             lam, C = take(system.lam, index, -1), take(system.C, index, -1) * real
             B = take(system.B, index, -1 if system.siso else 0)
             return self.write(layer, DiagonalSystem(lam, B, C, system.output, None if bool(real.all()) else real))

@@ -90,10 +90,13 @@ def _bounds(block: DiagonalSystem) -> dict[str, float]:
 def hinf_norm(system: DiagonalSystem, modes: Tensor | None = None, points: int = 512) -> float:
     """Largest gain of a layer's modes (bool like lam; None: all) over all frequencies, on a grid: a lower estimate.
 
+    Raises ValueError for modes on or outside of the unit circle, whose gain has no bound.
+
     Beside `points` uniform frequencies the grid has 65 around every pole and its conjugate, between 1e-3 and 1e3
     half-widths 1 - |lam| of its resonance.
     """
     wanted = system.there if modes is None else modes & system.there
+    check_stable(replace(system, present=wanted), "hinf_norm")
     largest = 0.0
     for block in _blocks(system, wanted):
         for omega in _grid(block.lam, points).split(1024):

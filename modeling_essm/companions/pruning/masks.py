@@ -108,7 +108,6 @@ def prune(model: nn.Module, plan: Plan) -> None:
         ValueError: a plan for another model, a C that is parametrized otherwise or wrapped, as under PEFT.
     """
     layers = matched(model, plan)
-    restore(model)
     todo: dict[nn.Module, dict[str, ModeMask]] = {}
     for layer, own in zip(layers, plan.layers):
         for module, name, mask in layer.adapter.masks(layer.module, own.keep):
@@ -116,6 +115,7 @@ def prune(model: nn.Module, plan: Plan) -> None:
                 raise ValueError(f"{layer.name}: {name} must be a plain parameter, but it is parametrized")
             check_plain(layer, module, name)
             todo.setdefault(module, {})[name] = ModeMask(mask, own.keep).to(getattr(module, name).device)
+    restore(model)
     for module, masks in todo.items():
         for name, step in masks.items():
             module.add_module(f"mask_of_{name}", step)
@@ -123,8 +123,18 @@ def prune(model: nn.Module, plan: Plan) -> None:
 
 
 def restore(model: nn.Module) -> None:
-    """Take all masks off, in place: every weight is what it was. A model without masks stays as it is."""
-    for module in [module for module in model.modules() if masks_of(module)]:
+    """Take all masks off, in place: every weight is what it was. A model without masks stays as it is.
+
+    An optimizer's steps under the masks move what these hide, too: by weight decay and by the momentum from before.
+
+    Raises:
+        ValueError: a masked module has become one of another class, as by a parametrization or by FSDP.
+    """
+    masked = {name: module for name, module in model.named_modules() if masks_of(module)}
+    for name, module in masked.items():
+        if type(module).__bases__[0] is not _Masked:
+            raise ValueError(f"{name}: its masks can be taken off once the module is of the class that they made again")
+    for module in masked.values():
         for name, _ in masks_of(module):
             del module._modules[f"mask_of_{name}"]
         module.__class__ = type(module).__bases__[1]

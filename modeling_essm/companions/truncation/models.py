@@ -23,7 +23,7 @@ Replaced = tuple[nn.Parameter, nn.Parameter]  # a Parameter that was, and the on
 @dataclass(frozen=True)
 class LayerTruncation:
     """What became of a layer: modes of all channels before and after; `size`, modes stored now, the largest number of
-    any channel; bound and refused as of `Truncation`, bound 0 for an untouched layer."""
+    any channel; bound, before weights are rounded, and refused as of `Truncation`, bound 0 for an untouched layer."""
 
     name: str
     before: int

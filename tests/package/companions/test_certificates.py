@@ -62,6 +62,8 @@ def test_nothing_pruned_changes_nothing():
     assert hinf_norm(system, torch.zeros(5, dtype=torch.bool)) == 0
     with pytest.raises(ValueError, match=r"here: \|lam\| must be below 1, got 1\.5 and 1 such modes of 1"):
         certificate(system, torch.arange(5) != 2, "here")
+    with pytest.raises(ValueError, match=r"hinf_norm: \|lam\| must be below 1, got 1\.5"):
+        hinf_norm(system)
     with pytest.raises(ValueError, match=r"keep must be bool \(5,\), got torch\.bool \(4,\)"):
         certificate(system, torch.ones(4, dtype=torch.bool))
 

@@ -12,6 +12,7 @@ from helpers import BLOCKS, random_model
 from parallel_run import on_ranks
 from recurrences import diagonal_model, ids_of, random_system
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 from modeling_essm.companions import (
     Adapter,
@@ -86,6 +87,25 @@ def test_restore_brings_every_bit_back():
     assert [name for name, _ in model.named_parameters()] == names and list(map(id, model.parameters())) == ids
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(model(inputs()), output)
+
+
+def test_what_is_refused_leaves_the_masks_there():
+    """A class that was changed over the masks, and a second plan for a model of which one C is no plain parameter."""
+    model = stack(output="real", directions=2)
+    plan = half(model)
+    prune(model, plan)
+    output = model(inputs())
+    parametrize.register_parametrization(model.layers[1], "B", torch.nn.Identity())
+    for take_off in (restore, remove):
+        with pytest.raises(ValueError, match=r"layers\.1: its masks can be taken off once"):
+            take_off(model)
+        assert torch.equal(model(inputs()), output) and is_pruned(model.layers[0])
+    model = stack(output="real", directions=2)
+    prune(model, dataclasses.replace(plan, layers=plan.layers[:1]))
+    parametrize.register_parametrization(model.layers[1], "C", torch.nn.Identity())
+    with pytest.raises(ValueError, match="C must be a plain parameter, but it is parametrized"):
+        prune(model, plan)
+    assert is_pruned(model.layers[0])
 
 
 def test_a_masked_state_has_the_usual_names():
