@@ -59,7 +59,9 @@ def main(args: SweepArguments) -> None:
         model.to(torch.accelerator.current_accelerator())
     sweep = sweep_budgets(model, held_out, args.budgets)
     print(sweep.table())
-    save_sweep(sweep, output_dir, model=args.model, text_files=args.text_files, block_size=block_size)
+    # Published beside a model, so without places of this machine.
+    name = Path(args.model).name if Path(args.model).is_dir() else args.model
+    save_sweep(sweep, output_dir, model=name, data=held_out.description, block_size=block_size)
 
 
 run = command(main, SweepArguments)

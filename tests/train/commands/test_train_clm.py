@@ -135,6 +135,7 @@ def test_a_tokenizer_replaces_bytes(data, tmp_path, monkeypatch, capsys):
     sweep_main(SweepArguments(**given, budgets=[4]))
     again = json.loads((tmp_path / "again" / "budget_sweep.json").read_text())
     assert again["bits_per_byte"] == pytest.approx([bits], rel=0.05)
+    assert again["model"] == model.name and again["data"].startswith(Path(data["validation_file"]).name)
 
 
 def test_training_starts_from_a_configuration_or_from_weights(finished, data, tmp_path):
