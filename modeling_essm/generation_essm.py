@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import transformers
-from packaging.version import Version
 from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
@@ -21,7 +20,8 @@ from .cache_essm import ESSMCache, ESSMStaticCache
 from .spectral_budget import SpectralBudget, of_each_layer, rows_of_samples, spectral_layers
 
 logger = logging.get_logger(__name__)
-_CHUNKS_GO_ON = Version(transformers.__version__) >= Version("5.21")  # earlier ones read what a cache has again
+# Earlier ones read what a cache has again.
+_CHUNKS_GO_ON = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 21)
 
 
 class StepBudgets:
