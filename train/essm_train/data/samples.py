@@ -110,9 +110,8 @@ class StreamSamples:
         return list(handles)
 
     def state_dict(self) -> dict[str, Any]:
-        stream = (
-            self._stream.state_dict() if self._read else self._place
-        )  # before, a stream says that it is at its start
+        # Before it has read on, a resumed stream says that it is at its start.
+        stream = self._stream.state_dict() if self._read else self._place
         place = {"epoch": self.epoch, "drawn": self.drawn, "ended": self._ended, "stream": stream}
         return place | {"buffer": list(self.buffer), "rest": self._rest}
 
