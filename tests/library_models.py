@@ -73,7 +73,7 @@ if __name__ == "__main__":
     common, suite = library_tests(sys.argv[1]), unittest.TestSuite()
     cases = [(test_case(common, SIZES | fields), LEFT_OUT + ROTARY) for fields in ({}, VARIANTS["memory"])]
     cases.append((test_case(common, SIZES | HYBRID), LEFT_OUT))
-    for kind, left_out in (("s5", LEFT_OUT), ("s4d", LEFT_OUT + LEFT_OUT_OF_S4D)):
+    for kind, left_out in (("s5", LEFT_OUT), ("lru", LEFT_OUT), ("s4d", LEFT_OUT + LEFT_OUT_OF_S4D)):
         shape = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
         cases.append((test_case(common, shape | {"parameterization": kind}, DIAGONAL), left_out))
     for cls, left_out in cases:

@@ -180,23 +180,6 @@ def test_steps_compiled_with_an_adapter_end_where_it_does():
         assert torch.equal(found, model.generate(input_ids=IDS[:1], **options))
 
 
-def test_adapters_of_the_tied_embedding(base, tmp_path):
-    """They train and load. A merge goes to the shared weight, as PEFT warns, unless it was untied before."""
-    load = AutoModelForCausalLM.from_pretrained
-    with pytest.warns(UserWarning, match="`ensure_weight_tying` is not set to True"):
-        model = trained(adapted(load(base), target_modules=["lm_head"]))
-    expected = logits(model, 5)
-    model.save_pretrained(tmp_path / "adapter")
-    assert torch.equal(logits(load(tmp_path / "adapter").eval(), 5), expected)
-    with pytest.warns(UserWarning, match="You can opt to merge the adapter after cloning the weights"):
-        assert (logits(merged(model), 5) - expected).abs().max() > 0.1
-    untied = load(base, tie_word_embeddings=False)
-    untied.lm_head.weight.data = untied.model.embed_tokens.weight.data.clone()
-    model = trained(adapted(untied, target_modules=["lm_head"]))
-    expected = logits(model, 5)
-    assert_close(logits(merged(model), 5), expected)
-
-
 @pytest.mark.parametrize(
     "block, scores", [({}, "gate_out.weight"), (BLOCKS[1], "gate_weight")], ids=["paper", "elastic"]
 )

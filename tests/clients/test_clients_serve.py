@@ -151,15 +151,6 @@ def test_a_page_of_another_site_reads_what_the_guard_says(server):
         connection.close()
 
 
-def test_the_openai_client(server, model, expected):
-    client = pytest.importorskip("openai").OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0)
-    request = {"model": model[1], "messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
-    for K in BUDGETS:
-        config = {"generation_config": json.dumps({"spectral_budget": K, "max_new_tokens": TOKENS})}
-        answer = client.chat.completions.create(**request, extra_body=config)
-        assert answer.choices[0].message.content == expected(f"{PROMPT}\n", K)
-
-
 def test_chat_in_the_terminal(server, model, expected):
     """A budget as a flag, another one typed in; the conversation so far is the prompt."""
     typed = f"{PROMPT}\nn\n!set spectral_budget={BUDGETS[1]}\n!clear\n{PROMPT}\nn\n!exit\n"

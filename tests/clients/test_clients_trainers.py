@@ -232,6 +232,7 @@ def sharded_rank(folder) -> None:
         assert trainer.is_fsdp_enabled and type(trainer.model_wrapped).__name__.startswith("FSDP")
 
 
+@pytest.mark.slow
 def test_sharded_checkpoints_load_as_one_process_would_have_saved_them(tmp_path):
     """Whole ones carry the model's code, not that of the class which FSDP2 puts in front; the others are merged."""
     codes, log = train_apart(tmp_path, tmp_path, ranks=2, environment=FSDP2, command=sharded_rank)

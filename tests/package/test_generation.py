@@ -199,6 +199,8 @@ def test_call_beats_generation_config_beats_config(tmp_path):
     model.generation_config.spectral_budget = 3
     assert torch.equal(generate(model, ids), expected["3"])
     assert torch.equal(generate(model, ids, spectral_budget=8), expected["8"])
+    beams = [generate(model, ids, num_beams=2, spectral_budget=K) for K in (8, torch.tensor(8))]
+    assert torch.equal(*beams)
     passed = GenerationConfig(**GREEDY, spectral_budget=32)
     assert torch.equal(model.generate(ids, generation_config=passed), expected["32"])
     assert torch.equal(model.generate(ids, generation_config=passed, spectral_budget=8), expected["8"])
@@ -287,23 +289,6 @@ def test_a_cache_goes_on_with_new_tokens_alone(variant, count):
             model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
         found.append(generate(model, given, attention_mask=mask, past_key_values=cache)[:, -NEW:])
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize("strategy", ["greedy", "beams"])
-def test_step_budgets_as_a_function(strategy):
-    model, ids, steps = level_model(), random_ids(2, 19), []
-
-    def falling(step):
-        steps.append(step)
-        return [9, 5, 2][min(step, 2)]
-
-    def tokens(**budget):
-        return generate(model, ids, **STRATEGIES[strategy] | budget)
-
-    assert torch.equal(tokens(step_budgets=falling), tokens(step_budgets=[9, 5, 2])) and steps == list(range(NEW))
-    rows = torch.tensor([2, 9])
-    assert torch.equal(tokens(step_budgets=[rows]), tokens(spectral_budget=rows))
-    assert torch.equal(tokens(spectral_budget=torch.tensor(5)), tokens(spectral_budget=5))  # holds for every beam
 
 
 def test_the_default_length_goes_beyond_the_filters():

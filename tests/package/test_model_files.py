@@ -18,7 +18,6 @@ from helpers import (
     random_masks,
     random_model,
 )
-from safetensors import safe_open
 from torch.func import functional_call, grad
 
 from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
@@ -95,23 +94,6 @@ def test_constants_outlive_a_transform():
 
 
 # --- Saving and loading
-
-
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_embeddings_are_resized_saved_and_shared_as_they_are(tied, tmp_path):
-    model, ids = random_model(tie_word_embeddings=tied), random_ids(2, 9)
-    with torch.no_grad():
-        before = model(ids).logits
-        model.resize_token_embeddings(300)
-        assert_close(model(ids).logits[..., :259], before, atol=1e-6)
-    assert model(torch.tensor([[299]])).logits.isfinite().all()
-    model.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        names = set(file.keys())
-    assert "model.embed_tokens.weight" in names and ("lm_head.weight" in names) != tied
-    loaded = ESSMForCausalLM.from_pretrained(tmp_path)
-    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied and loaded.config.vocab_size == 300
-    assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 def test_bf16_by_conversion_and_by_loading_agree(tmp_path):

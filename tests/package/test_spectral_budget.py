@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import captured_warnings, random_ids, random_model
 
-from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
 from modeling_essm.spectral_budget import resolve_budget
 
 PRESETS = {"phone": 4, "desk": 9, "laptop": [8, 16]}
@@ -61,6 +61,8 @@ def test_none_means_the_default_then_the_capacity(tmp_path):
     loaded.save_pretrained(tmp_path / "again")
     for model in (loaded, ESSMForCausalLM.from_pretrained(tmp_path / "again")):
         assert model(random_ids(1, 4)).spectral_budget == (8, 16)
+    classifier = random_model(ESSMForSequenceClassification)
+    assert classifier(random_ids(1, 4), spectral_budget=4).spectral_budget == (4, 4)
     assert ESSMConfig.from_pretrained(tmp_path).spectral_budget is None
 
 

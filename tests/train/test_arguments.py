@@ -119,6 +119,8 @@ def test_broken_argument_files_are_refused(content, reason, tmp_path):
         (["--config_overrides", "auto_classes=3"], "auto_classes is no field of the configuration"),
         (["--architecture", "diagonal_ssm", "--config_overrides", "gating=none"], "gating is no field"),
         (["--block_size", "2000"], r"block_size must be in \[2, filter_length = 1024\], got 2000"),
+        (["--validation_blocks", "3", "--sweep_blocks", "2"], "must be at most sweep_blocks = 2, got 3"),
+        (["--validation_file", "x"], "validation_file needs train_file or dataset_name"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

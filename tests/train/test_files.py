@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,9 @@ from essm_train import files
 from essm_train.files import (
     claim,
     filling,
-    publish,
     replacing,
     set_aside,
     sha256_of,
-    temporary_folder,
     write_figure,
     write_json,
     write_text,
@@ -85,28 +82,6 @@ def test_two_writers_of_a_folder_do_not_meet(tmp_path):
             (second / "name").write_text("second")
         assert (path / "name").read_text() == "second"
     assert (path / "name").read_text() == "first" and os.listdir(tmp_path) == ["model"]
-
-
-def test_folders_published_at_once(tmp_path):
-    """Where another writer takes the name between the two renames of one."""
-    path, errors, start = tmp_path / "model", [], threading.Barrier(4)
-
-    def write(mark: str) -> None:
-        try:
-            start.wait()
-            for _ in range(30):
-                temporary = temporary_folder(path)
-                (temporary / "name").write_text(mark)
-                publish(temporary, path)
-        except OSError as error:
-            errors.append(error)
-
-    writers = [threading.Thread(target=write, args=(mark,)) for mark in "abcd"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert not errors and (path / "name").read_text() in "abcd" and os.listdir(tmp_path) == ["model"]
 
 
 def test_a_name_that_was_taken_and_is_free_again(tmp_path, monkeypatch):

@@ -92,11 +92,13 @@ def test_a_stream_step_by_step_and_in_chunks(mode, history_length):
 
 
 class Longest(nn.Module):
-    """An objective with weights and a history of its own: how many steps, and the largest readout so far."""
+    """An objective with weights, constants and a history of its own: how many steps, and the largest readout so far."""
 
     def __init__(self, size=5):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(size))
+        self.register_buffer("unit", torch.full((size,), 0.5), persistent=False)
+        self.plain = torch.tensor([2.0])
 
     def initial_history(self, observation):
         return {"count": observation.new_zeros(len(observation)), "top": observation.new_zeros(observation.shape)}
@@ -105,7 +107,8 @@ class Longest(nn.Module):
         return {"count": history["count"] + 1, "top": torch.maximum(history["top"], y)}
 
     def forward(self, y, observation, history):
-        return (self.scale * (y - observation - 0.1 * history["top"])).square().mean(-1) + history["count"]
+        scale = self.scale * self.unit * self.plain
+        return (scale * (y - observation - 0.1 * history["top"])).square().mean(-1) + history["count"]
 
 
 def test_an_objective_keeps_its_history():
@@ -263,27 +266,6 @@ def test_a_bad_objective_and_a_cache_of_other_rows():
     model.set_objective(lambda y, observation, history: torch.tensor(y.tolist()).sum(1).abs() + 9)
     with pytest.raises(ValueError, match="computed from y by functions that autograd knows"):
         model(x, refine_depth=1)
-
-
-class Constant(nn.Module):
-    """The squared error in units that are constants, in a buffer and as a plain tensor."""
-
-    def __init__(self, unit=2.0):
-        super().__init__()
-        self.register_buffer("unit", torch.full((5,), unit), persistent=False)
-        self.plain = torch.tensor([unit])
-
-    def forward(self, y, observation, history):
-        return ((y - observation) / self.unit * self.plain).square().mean(-1)
-
-
-def test_an_objective_with_constants_is_found_on_loading(tmp_path, monkeypatch):
-    monkeypatch.setitem(objectives.OBJECTIVES, "constant", Constant)
-    fields = {"objective": "constant", "objective_arguments": {"unit": 0.3}, "dtype": torch.float32}
-    model, x = random_model(**fields), random_inputs(2, 3, 5, dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    again = ElasticStateModel.from_pretrained(tmp_path)
-    torch.testing.assert_close(run(again, x).losses, run(model, x).losses, rtol=0, atol=ALIGNED)
 
 
 def test_another_objective_takes_the_name_away(tmp_path):

@@ -313,18 +313,6 @@ def test_bad_limits_are_refused(model, name):
         ContinuousBatch(random_model().train(), ROOM)
 
 
-def test_cancelling_those_that_wait_looks_at_each_once(model, monkeypatch):
-    batch, looks = Batch(model, max_rows=1), []
-    requests = [batch.ask() for _ in range(100)]
-    over = type(requests[0]).over
-    monkeypatch.setattr(type(requests[0]), "over", property(lambda self: looks.append(1) or over.fget(self)))
-    for request in requests[1:]:
-        batch.cancel(request)
-    assert len(looks) < 300 and {request.status for request in requests[1:]} == {"cancelled"}
-    monkeypatch.undo()
-    batch.finish_as_alone(requests[0])
-
-
 def test_a_model_put_into_training_mode_is_refused_and_nothing_lost():
     batch = Batch(random_model(dropout=0.5))
     batch.ask()

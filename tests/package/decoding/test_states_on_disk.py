@@ -3,7 +3,6 @@
 
 import copy
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -120,13 +119,3 @@ def test_only_a_cache_is_replaced(tmp_path):
         save_cache(cache, path, model)
         assert load_cache(path, model).get_seq_length() == 5
         path.write_bytes(path.read_bytes()[:-9])
-
-
-def test_threads_save_to_one_file(tmp_path):
-    model = random_model(num_hidden_layers=1)
-    caches = [filled(model, random_ids(1, length), 2) for length in (3, 4, 5, 6)]
-    before = os.umask(0o022)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda i: save_cache(caches[i % 4], tmp_path / "cache", model), range(80)))
-    assert os.umask(before) == 0o022 and os.listdir(tmp_path) == ["cache"]
-    assert load_cache(tmp_path / "cache", model).get_seq_length() in (3, 4, 5, 6)

@@ -73,6 +73,7 @@ def test_a_csv():
     texts, numbers = recipe("A CSV", "bash")
     write_table("reviews.csv", ["review", "verdict"], [["fine" * 9, "good"], ["dull, long", "bad"]] * 20)
     assert run(texts)["id2label"] == {"0": "bad", "1": "good"}
+    assert json.loads(Path("runs/reviews/budget_sweep.json").read_text())["split"] == "validation"
     rows = [[*RNG.normal(row % 2, 0.1, 6), ["walk", "run"][row % 2]] for row in range(40)]
     write_table("sensor.csv", [*(f"t{i}" for i in range(6)), "kind"], rows)
     assert run(numbers)["id2label"] == {"0": "run", "1": "walk"}

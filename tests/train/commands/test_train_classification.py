@@ -4,7 +4,6 @@
 import signal
 
 import datasets
-import numpy as np
 import pytest
 import torch
 from training_run import NO_SIZES, final_state, load_classes, read, read_log, same, signals, texts, train_apart, write
@@ -14,7 +13,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from essm_train.data.readers import FeatureReader, Sample, TextReader
 from essm_train.data.rows import collate
 from essm_train.run.checkpoints import list_checkpoints
-from modeling_essm import build_byte_tokenizer
 from modeling_essm.training.budget_dropout import budget_schedule
 
 
@@ -56,20 +54,6 @@ def test_runs_learn(run, arguments, files, tmp_path, capsys):
     assert min(sweep["values"]) >= 0.85  # chance is about a half or a third; the samples are separable
     best = read(tmp_path / "best" / "best.json")
     assert set(best["validation"]) == {"2", "4", "8"} and min(best["validation"].values()) >= 0.75
-
-
-def test_frames_and_tokenizers_run_too(arguments, files, tmp_path):
-    rng = np.random.default_rng(0)
-    rows = {"frames": rng.normal(size=(20, 6, 3)).tolist(), "label": [0, 1] * 10}
-    frames = write(tmp_path, "frames.jsonl", rows)
-    changes = {"max_steps": 1, "train_file": frames, "features_column": "frames", "feature_scale": 0.5}
-    train(arguments(tmp_path / "frames", **changes), whole=True)
-    assert read(tmp_path / "frames" / "model" / "config.json")["num_input_features"] == 3
-    assert read(tmp_path / "frames" / "budget_sweep.json")["split"] == "validation"
-    build_byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    train(arguments(tmp_path / "text", "text", max_steps=1, tokenizer_name=tmp_path / "tokenizer"))
-    own, given = (TextReader("text", 40, t) for t in (None, AutoTokenizer.from_pretrained(tmp_path / "tokenizer")))
-    assert own.read("aü", "").tolist() == given.read("aü", "").tolist() == [97, 195, 188]
 
 
 def test_a_diagonal_ssm_ends_without_a_card(arguments, tmp_path):

@@ -18,7 +18,6 @@ from training_run import (
     bpe_tokenizer,
     command_line,
     documents,
-    model_weights,
     read_log,
     train,
     write_held_out,
@@ -138,16 +137,6 @@ def test_a_tokenizer_replaces_bytes(data, tmp_path, monkeypatch, capsys):
     assert again["model"] == model.name and again["data"].startswith(Path(data["validation_file"]).name)
 
 
-def test_training_starts_from_a_configuration_or_from_weights(finished, data, tmp_path):
-    ESSMConfig(hidden_size=8, num_hidden_layers=1, num_spectral_channels=4).save_pretrained(tmp_path / "config")
-    train(command_line(tmp_path / "new", **data, **NO_SIZES, config_name=tmp_path / "config", max_steps=1))
-    assert AutoConfig.from_pretrained(tmp_path / "new" / "model").hidden_size == 8
-    start = {"model_name_or_path": finished / "model", "max_steps": 1, "learning_rate": 0.0}
-    train(command_line(tmp_path / "continued", **data, **NO_SIZES, **start))
-    ours, theirs = (model_weights(folder / "model") for folder in (tmp_path / "continued", finished))
-    assert all(torch.allclose(ours[name], theirs[name], atol=1e-7) for name in theirs)
-
-
 def test_weights_of_another_vocabulary_are_refused(data, tmp_path):
     bpe_tokenizer(documents()).save_pretrained(tmp_path / "tokenizer")
     needed = len(AutoTokenizer.from_pretrained(tmp_path / "tokenizer"))
@@ -195,29 +184,6 @@ def test_weights_are_trained_on_with_their_own_tokenizer(data, tmp_path):
     assert model.config.vocab_size == len(other) == len(model.lm_head.weight) > 200
     with pytest.raises(ValueError, match="replace_tokenizer needs tokenizer_name and model_name_or_path"):
         parse_arguments(CLMArguments, ["--replace_tokenizer", "--tokenizer_name", "x"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train_file": "SHORT"}, "shorter than one block: it holds 21 tokens and block_size is 32"),
-        ({"validation_file": "EMPTY"}, "cannot read EMPTY: no file with anything in it"),
-        ({"output_dir": "SHORT/run"}, "folder .*SHORT/run' cannot be written: Not a directory"),
-        ({"budget_schedule": "fifo"}, "budget_schedule must be one of"),
-        ({"eval_budgets": [9]}, r"eval_budgets must be integers in \[1, 8\], got \[9\]"),
-        ({"validation_blocks": 3}, "validation_blocks must be at most sweep_blocks = 2, got 3"),
-        ({"train_file": None}, "validation_file needs train_file or dataset_name"),
-    ],
-    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
-)
-def test_errors_come_before_any_work(changes, message, data, tmp_path, monkeypatch):
-    (tmp_path / "EMPTY").touch()
-    (tmp_path / "SHORT").write_bytes(b"x" * 20)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "update", None)  # which an update would call
-    with pytest.raises(ValueError, match=message):
-        train(command_line(**{"output_dir": "run", **data} | changes))
-    assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
 def test_nothing_is_deleted_by_arguments_that_cannot_work(finished, data):

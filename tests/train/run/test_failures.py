@@ -4,8 +4,6 @@
 import math
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -125,14 +123,3 @@ def test_an_output_dir_that_is_not_shared_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(run_accelerator.Path, "unlink", lambda path: None)
     with pytest.raises(ValueError, match="is one folder for 0 of 1 processes"):
         make_accelerator(args)
-
-
-def test_waiting_threads_soon_sleep():
-    """As the OpenMP library reads it when torch is imported: spinning ones slow down whoever else uses the cores, and
-    those that sleep at once come late to the small products of an elastic block."""
-    env = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    run = [sys.executable, "-c", "import essm_train.train_clm, torch"]
-    told = subprocess.run(run, env=env | {"OMP_DISPLAY_ENV": "verbose"}, capture_output=True, text=True).stderr
-    if "GOMP_SPINCOUNT" not in told:
-        pytest.skip("torch's OpenMP library is not GNU's, or tells no settings")
-    assert "GOMP_SPINCOUNT = '10000'" in told

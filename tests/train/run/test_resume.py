@@ -359,21 +359,6 @@ def test_every_schedule_can_be_extended(name, own):
     assert extended(11) == pytest.approx(first(10) + (1 - first(10)) / 3) and extended(13) == 1
 
 
-def test_a_stable_run_extended_before_its_decay_is_the_longer_run():
-    """The rate of "warmup_stable_decay" does not depend on the end until the decay begins; then it falls to 0."""
-
-    def make(plan, decay=4):
-        own = {"num_decay_steps": decay}
-        optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        return make_scheduler(optimizer, 3, plan, "warmup_stable_decay", own).lr_lambdas[0]
-
-    extended, longer = make([[0, 12], [8, 20]]), make([[0, 20]])
-    assert [extended(n) for n in range(21)] == [longer(n) for n in range(21)]
-    assert longer(3) == longer(16) == 1 > longer(17) > longer(20) == 0
-    with pytest.raises(ValueError, match=r"decay_steps must be at most the 6 updates to come, got 3 \+ 4"):
-        make([[0, 6]])
-
-
 def test_a_stable_run_extended_before_its_decay_has_the_weights_of_the_longer_run(arguments, tmp_path):
     stable = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 2, "warmup_steps": 1, "save_steps": 4}
     train(arguments(tmp_path / "longer", max_steps=8, **stable))

@@ -68,20 +68,3 @@ def test_an_extended_run_keeps_its_attempts(arguments, tmp_path):
     train(arguments(tmp_path, "diagonal", max_steps=2, **share))
     with pytest.raises(ValueError, match=r"truncation after was \[1\] and is now \[2\]"):
         train([*arguments(tmp_path, "diagonal", max_steps=4, **share), "--extend"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"truncation_until": "9"}, r"until=9 must be in \[2, 8\] for 2 attempts, got 9"),
-        (
-            {"architecture": "essm", "parameterization": None, "state_size": None, "num_spectral_channels": 8},
-            "balanced truncation needs layers",
-        ),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_bad_arguments(arguments, tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        train(arguments(tmp_path / "run", "diagonal", **changes))
-    assert not list(tmp_path.glob("run/checkpoint-*"))
