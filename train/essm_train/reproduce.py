@@ -15,9 +15,8 @@ is there is not repeated, an unfinished one goes on from its checkpoint. `--jobs
 5%. All see the same data in the same order; a baseline has one budget. Rows whose data is absent are left out, and the
 output says what to fetch.
 
-table1 to table6 are Tables 1 to 6 of the paper's version 1. Its figures stand below ours, or those of a JSON file
-{"text": {"32": 0.9}, ..}: `--paper_figures`. Rows named elastic have the elastic block, all others the paper's. The
-Markdown lists every argument in which a reduced scale departs from full scale.
+table1 to table6 are Tables 1 to 6 of the paper's version 1, whose figures stand below ours. Rows named elastic have the
+elastic block, all others the paper's. The Markdown lists where a reduced scale departs from full scale.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class ReproduceArguments:
     jobs: int = arg(1, "Runs at a time.")
     cpu_threads: int = arg(1, "CPU threads of each run.")
     max_steps: int | None = arg(None, "Other than the task's number of updates.")
-    paper_figures: str | None = arg(None, "JSON file of figures to set beside ours in place of the paper's.")
     overwrite: bool = arg(False, "Replace the tables and figures in results_dir; no run is.")
 
     def __post_init__(self) -> None:
@@ -117,7 +115,7 @@ def reproduce(args: ReproduceArguments) -> None:
         ValueError: unknown experiment, row or scale, as `get_experiment`.
         FileNotFoundError: every row's data is absent. Failed: a run failed.
     """
-    from essm_train.measure.paper import figures_of, read_paper_figures
+    from essm_train.measure.paper import figures_of
     from essm_train.measure.tables import collect, write_results
     from essm_train.tasks.catalog import get_task
     from essm_train.tasks.experiments import get_experiment
@@ -128,8 +126,7 @@ def reproduce(args: ReproduceArguments) -> None:
         raise ValueError(f"rows of {experiment.name} must be among {tuple(experiment.rows)}, got {unknown}")
     results = [f"{experiment.name}-{args.scale}.{kind}" for kind in ("json", "md", "png")]
     claim(Path(args.results_dir), results, overwrite=args.overwrite)
-    figures = args.paper_figures or experiment.paper_figures
-    paper = read_paper_figures(figures, [*experiment.rows]) if figures else figures_of(experiment)
+    paper = figures_of(experiment)
     rows: dict[str, Row] = {}
     absent: dict[str, str] = {}  # task to what to fetch
     for name in wanted:

@@ -9,7 +9,7 @@ import pytest
 
 from essm_train import reproduce
 from essm_train.measure.evaluation import Evaluation
-from essm_train.measure.paper import PAPER_FIGURES, Figure, figures_of, paper_curve, read_paper_figures
+from essm_train.measure.paper import PAPER_FIGURES, Figure, figures_of, paper_curve
 from essm_train.measure.scoring import ACCURACY, BITS_PER_BYTE
 from essm_train.measure.tables import cost_tables, departures, markdown, panels_of
 from essm_train.tasks import experiments
@@ -149,19 +149,12 @@ def test_substitute_data_never_has_the_papers_name():
         assert not experiment.paper or bool(experiment.paper_data) == bool(own)
 
 
-def test_curves_of_the_paper(tmp_path):
+def test_curves_of_the_paper():
     ours = BudgetCurve("accuracy", True, (2, 4), (0.5, 0.6))
     curve = paper_curve({4: Figure(0.8, 0.01), 2: Figure(0.7)}, ours)
     assert (curve.budgets, curve.values, curve.errors) == ((2, 4), (0.7, 0.8), (0.0, 0.01))
     assert paper_curve({32: Figure(math.nan)}, ours) is None is paper_curve({}, ours)
     assert paper_curve({32: Figure(0.8)}, BudgetCurve("accuracy", True, (1,), (0.5,))).budgets == (1,)
-    path = tmp_path / "own.json"
-    path.write_text('{"text": {"4": 0.5}}')
-    assert read_paper_figures(str(path), ["text"]) == {"text": {4: Figure(0.5)}}
-    for text, message in (("{", "must hold"), ('{"text": {"x": 3}}', "must hold"), ('{"war": {}}', r"got \['war'\]")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            read_paper_figures(str(path), ["text"])
 
 
 def test_rows_whose_runs_would_share_a_folder_are_refused(tmp_path, monkeypatch):

@@ -121,16 +121,16 @@ def test_configurations_of_the_repository(folder, monkeypatch):
 @pytest.mark.slow
 def test_an_experiment_of_ones_own(folder):
     """Baselines beside the task, a title, and the paper's figures, all beside the experiment."""
-    rows = {"ours": {}, "two layers": {"arguments": {"num_hidden_layers": 2}}}
-    rows |= {
+    rows = {
+        "ours": {"paper": ["ES-SSM (gate + budget dropout)"]},
+        "two layers": {"arguments": {"num_hidden_layers": 2}},
         "again": {},
         "ours, transformer": {"arguments": {"architecture": "transformer"}},
         "novels": {"task": "novels"},
     }
-    recipe = {"question": "Is it good?", "title": "Table 1", "task": "mine.yaml", "paper_figures": "p.json"}
+    recipe = {"question": "Is it good?", "title": "Table 1", "task": "mine.yaml", "paper": "table_4"}
     path = folder / "recipes" / "table.yaml"
     path.write_text(yaml.safe_dump(recipe | {"rows": rows}, sort_keys=False))
-    (folder / "recipes" / "p.json").write_text('{"ours": {"4": 1.25}}')
     folders = {"output_dir": str(folder / "runs"), "results_dir": str(folder / "results"), "data_dir": str(folder)}
     args = reproduce.ReproduceArguments(str(path), seeds=1, rows=["ours", "again"], jobs=2, **folders)  # of one run
     experiment = get_experiment(str(path))
@@ -142,7 +142,7 @@ def test_an_experiment_of_ones_own(folder):
     assert json.loads(written)["rows"]["ours"]["task"] == "mine" and str(folder) not in written
     assert (folder / "runs" / "mine-small" / "default-seed0" / "model").is_dir()
     text = (folder / "results" / "table-small.md").read_text()
-    assert text.startswith("# Table 1\n\nIs it good?\n\n| |") and "| ours, the paper's | | " in text and "1.25" in text
+    assert text.startswith("# Table 1\n\nIs it good?\n\n| |") and "| ours, the paper's | | " in text and "1.266" in text
     assert "- mine: a few words. Arguments of full scale: mine." in text
     run = folder / "runs" / "mine-small" / "default-seed0" / "training.json"
     run.write_text(re.sub(r'"sha256 of the training text": "\w', '"sha256 of the training text": "x', run.read_text()))

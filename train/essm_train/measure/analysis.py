@@ -10,10 +10,8 @@ is |out| (sum_j d max norm_j^2 max |z_j|^2)^(1/2), with the largest row of each 
 
 from __future__ import annotations
 
-import functools
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +24,8 @@ from transformers import AutoModel, PreTrainedModel
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import encoder_beside
 from essm_train.files import claim, write_figure, write_json
-from essm_train.measure.timing import paired
+from essm_train.measure.budget_sweep import time_passes
 from essm_train.models import budgets_to_measure, load_model
-from modeling_essm.mixer_essm import LayerCall
 from modeling_essm.spectral_basis import spectral_basis
 from modeling_essm.spectral_budget import spectral_layers
 
@@ -40,12 +37,6 @@ def spectral_mixers(model: nn.Module) -> list[Any]:
     if not mixers:
         raise ValueError(f"model must hold ESSMSpectralMixer layers, got a {type(model).__name__} without any")
     return mixers
-
-
-def parts_of(model: nn.Module) -> list[Any]:
-    """What is timed as a layer: the paper's mixers, and whole elastic blocks, of which a budget shrinks all."""
-    blocks = [module for module in model.modules() if type(module).__name__ == "ESSMElasticLayer"]
-    return blocks or spectral_mixers(model)
 
 
 @torch.no_grad()
@@ -107,26 +98,6 @@ def _elastic_bound(mixer: Any, K: int) -> Tensor:
     return torch.linalg.matrix_norm(mixer.out_proj.weight[:, : K * d].double().cpu(), 2) * heads.sum().sqrt()
 
 
-@torch.no_grad()
-def measured_cost(part: Any, budgets: Sequence[int], length: int, rounds: int = 5) -> dict[str, list[float]]:
-    """Median seconds of one layer's forward pass, batch 1, for `chunked` and `fft` at every budget, taking turns."""
-    mixer = getattr(part, "mixer", part)
-    weight, configured = next(part.parameters()), mixer.algorithm
-    u = torch.randn(1, length, weight.shape[-1], dtype=weight.dtype, device=weight.device)
-    algorithms = ("chunked", "fft")
-
-    def run(algorithm: str, K: int) -> None:
-        mixer.algorithm = algorithm
-        part(u, LayerCall(min(K, len(mixer.channel_mixing))))
-
-    try:
-        calls = {(name, K): functools.partial(run, name, K) for K in budgets for name in algorithms}
-        seconds = paired(calls, u.device, rounds, warmup=1, sample_seconds=0.0, limit_seconds=math.inf)
-    finally:
-        mixer.algorithm = configured
-    return {name: [statistics.median(seconds[name, K]) for K in budgets] for name in algorithms}
-
-
 def rows_of(means: Tensor, entropies: Tensor, layers: Sequence[int]) -> list[tuple[str, Tensor, float]]:
     """A name, the mean gates (K,) and the entropy of each of `layers`, or of each head that one holds."""
     rows = []
@@ -151,18 +122,17 @@ def draw_gates(rows: Sequence[tuple[str, Tensor, float]]) -> Figure:
     return figure
 
 
-def draw_cost(budgets: Sequence[int], measured: Mapping[str, list[float]]) -> Figure:
-    """Cost relative to its value at the largest budget."""
+def draw_cost(budgets: Sequence[int], seconds: Sequence[float]) -> Figure:
+    """Seconds of a forward pass relative to those at the largest budget."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, costs in measured.items():
-        axes.plot(budgets, [c / costs[-1] for c in costs], "o-", label=name)
+    axes.plot(budgets, [s / seconds[-1] for s in seconds], "o-", label="measured")
     axes.plot(budgets, [K / budgets[-1] for K in budgets], ":", color="gray", label="proportional to K")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(budgets, [str(K) for K in budgets])
     axes.set_xlabel("spectral budget K")
-    axes.set_ylabel("measured time relative to the full budget")
+    axes.set_ylabel("time of a forward pass relative to the full budget")
     axes.legend()
     axes.grid(alpha=0.3)
     return figure
@@ -178,11 +148,11 @@ def analyze(args: Any) -> None:
     texts, encoder = args.text_files, encoder_beside(args.model)
     input_ids, _ = read_blocks(texts, encoder, block_size, args.max_blocks, args.text_column)
     budgets = budgets_to_measure(model)
-    _, largest = max(zip(spectral_mixers(model), parts_of(model)), key=lambda both: len(both[0].channel_mixing))
-    measured = measured_cost(largest, budgets, block_size)
-    record: dict[str, Any] = {"model": args.model, "budgets": budgets, "seconds_per_layer": measured}
-    write_figure(output_dir / "cost.png", draw_cost(budgets, measured))
+    record: dict[str, Any] = {"model": args.model, "budgets": budgets}
     record["stability_bound_by_layer"] = {K: stability_bounds(model, K) for K in budgets}
+    _, times = time_passes(model, {"input_ids": input_ids[:1]}, budgets)
+    record["seconds_per_pass"] = [times[K][0] for K in budgets]
+    write_figure(output_dir / "cost.png", draw_cost(budgets, record["seconds_per_pass"]))
     for K in (budgets[0], budgets[-1]):
         shown = ", ".join(f"{bound:.3g}" for bound in record["stability_bound_by_layer"][K])
         print(f"stability bound by layer at K={K}: {shown}")

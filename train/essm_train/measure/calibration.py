@@ -1,9 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""A model's budget profile: quality at every budget with its errors, time and memory on this device.
-
-The drop against the full budget is given with its standard error over blocks or samples. Times are medians over rounds
-in which budgets and batch sizes take turns, memory is what a call needs beside the weights; the inputs are random.
-"""
+"""What essm-calibrate measures: quality at every budget with its errors, time and memory on this device."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The figures of the paper's version 1, to set beside ours: recipes/paper_figures.json, or a JSON file of one's own.
+"""The figures of the paper's version 1, to set beside ours: recipes/paper_figures.json.
 
 Its tables hold a figure at full capacity (a number, or mean and standard deviation), or one at every budget;
 shares are percent there and fractions here. "FAIL", as the paper has it, is not a number.
@@ -72,18 +72,6 @@ def _entry(entries: Any, keys: Sequence[str], where: str) -> Any:
             raise ValueError(f"{where} must be among {known}, got {key!r}")
         entries = entries[key]
     return entries
-
-
-def read_paper_figures(path: str, rows: Sequence[str]) -> Figures:
-    """Row to budget to figure. Raises ValueError if the file is not so, or names a row that is none."""
-    try:
-        figures = json.loads(Path(path).read_text(encoding="utf-8"))
-        figures = {row: {int(K): Figure(float(value)) for K, value in of.items()} for row, of in figures.items()}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f'{path} must hold {{"row": {{"budget": figure}}}} as JSON: {error}') from error
-    if unknown := sorted(set(figures) - set(rows)):
-        raise ValueError(f"rows of {path} must be among {tuple(rows)}, got {unknown}")
-    return figures
 
 
 def paper_curve(figures: dict[int, Figure], like: BudgetCurve) -> BudgetCurve | None:

@@ -15,7 +15,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,22 +30,21 @@ from essm_train.models import run_at_budget
 
 
 class Metric(NamedTuple):
-    """What models are judged by: a module of the `evaluate` library in `metrics`; nothing is fetched."""
+    """What models are judged by."""
 
     name: str
     higher_is_better: bool
 
-    def compute(self, *columns: Tensor) -> float:
-        """Of the two (n,) columns that the module takes."""
-        module = _open_metric(self.name)
-        return float(module.compute(**dict(zip(module.features, map(Tensor.tolist, columns), strict=True)))[self.name])
+    def compute(self, totals: Tensor, weights: Tensor) -> float:
+        """Of two (n,) columns, by the `evaluate` library: nothing is fetched."""
+        return float(_ratio().compute(totals=totals.tolist(), weights=weights.tolist())["ratio"])
 
 
 @functools.cache
-def _open_metric(name: str) -> Any:
-    import evaluate
+def _ratio() -> Any:
+    from essm_train.measure.ratio import Ratio
 
-    return evaluate.load(str(Path(__file__).resolve().parent / "metrics" / name), keep_in_memory=True)
+    return Ratio(keep_in_memory=True)
 
 
 BITS_PER_BYTE = Metric("bits_per_byte", higher_is_better=False)

@@ -1,9 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Publish a saved model on the Hugging Face Hub: code, weights, tokenizer, generation config and card in ONE commit.
-
-Only what belongs to a model is published, see `split_files`. The repository shows its old revision until the commit is
-made, whatever interrupts the push. Pushing again does not send files twice, and makes no commit if nothing has changed.
-"""
+"""A saved model goes to the Hugging Face Hub in one commit, by essm-push or after a training."""
 
 from __future__ import annotations
 

@@ -1,12 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""Every task as named arguments of a training script: where its data is, its shape, and three sizes of the run.
-
-    task_arguments("smnist", "data", "small")         # a dict, ready for YAML; essm-list-tasks prints it
-
-A task is a file of recipes/tasks/, or one of your own, given by its path. essm-list-tasks says what the sizes are and
-where data is looked for. `note` says how the data differs from the official set: what is measured on other data must
-not be called by the official name.
-"""
+"""Tasks, which are files of recipes/tasks/ or of your own, as arguments of a training script: see essm-list-tasks."""
 
 import os
 import re
@@ -20,7 +13,7 @@ from huggingface_hub.dataclasses import strict, type_validator
 
 from essm_train.arguments import sort_values
 from essm_train.recipes.reading import read_recipe, recipe_names, recipe_path
-from essm_train.tasks.shards import SPLITS, UNFINISHED
+from essm_train.tasks.shards import SPLITS
 
 ROOT = Path(__file__).resolve().parents[3]
 TASKS = recipe_names("tasks")
@@ -58,7 +51,7 @@ class Files:
         found = {split: sorted(folder.glob(pattern)) for split, pattern in self.files.items()}
         for paths in found.values():
             shards = re.search(r"-of-(\d+)\.", paths[0].name) if paths else None
-            if not paths or (shards and len(paths) < int(shards[1])) or (paths[0].parent / UNFINISHED).exists():
+            if not paths or (shards and len(paths) < int(shards[1])):
                 return None
         return {split: list(map(str, paths)) for split, paths in found.items()}
 

@@ -52,7 +52,6 @@ class Experiment:
         name: that of the file. question: what it answers. rows: by name. task: of rows that name none.
         title: heads the table.
         paper: a table of recipes/paper_figures.json. paper_data: what it was measured on, where that is not ours.
-        paper_figures: a JSON file beside this one with figures in place of those, see `read_paper_figures`.
     """
 
     name: str
@@ -62,7 +61,6 @@ class Experiment:
     title: str = ""
     paper: str = ""
     paper_data: str = ""
-    paper_figures: str | None = None
 
     def __post_init__(self) -> None:
         if not self.rows:
@@ -91,6 +89,4 @@ def get_experiment(name: str) -> Experiment:
         check_arguments(script, row.arguments, f"{where}: arguments")
         if own := {"output_dir", "seed", "cpu_threads"} & row.arguments.keys():
             raise ValueError(f"{where}: arguments: {', '.join(sorted(own))}: only the command line sets that")
-    if experiment.paper_figures:
-        experiment.paper_figures = str(path.parent / experiment.paper_figures)
     return experiment

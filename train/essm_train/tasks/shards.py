@@ -2,8 +2,8 @@
 """Generated data sets as parquet shards: made by several processes, continued after a kill, always the same rows.
 
 A row is a function of (the generator's parameters, split, index) only, so shards are made in any order. A shard has its
-name only once it is whole; `unfinished.json` is there until all are, and `manifest.json` from then on. Both say what
-the data is. (`Dataset.from_generator` would begin anew after a kill.)
+name, which says of how many it is, only once it is whole; `manifest.json` says what the data is.
+(`Dataset.from_generator` would begin anew after a kill.)
 
     generate(ListOps(train_size=1000), Path("data/listops"), num_workers=2)
     rows = datasets.load_dataset("data/listops")
@@ -28,7 +28,7 @@ from tqdm import tqdm
 from essm_train.arguments import check_at_least
 from essm_train.files import alone_in, claim, replacing, write_json
 
-MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"
+MANIFEST = "manifest.json"
 SPLITS = ("train", "validation", "test")
 
 
@@ -91,14 +91,14 @@ def generate(generator: RowGenerator, output_dir: Path | str, num_workers: int =
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least 1, got {num_workers}")
     folder = Path(output_dir)
-    manifest, unfinished, shards = folder / MANIFEST, folder / UNFINISHED, plan(generator, folder)
+    manifest, shards = folder / MANIFEST, plan(generator, folder)
     record = {"name": generator.name, "version": generator.VERSION, **generator.parameters}
     record = json.loads(json.dumps(record))  # tuples to lists
-    for path in filter(Path.exists, (manifest, unfinished)):
+    if known := manifest.exists():
         try:
-            held = dict(json.loads(path.read_text(encoding="utf-8")))
+            held = dict(json.loads(manifest.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no record of generated data: {error}") from error
+            raise ValueError(f"{manifest} is no record of generated data: {error}") from error
         differs = [
             f"{name} is {held.get(name)!r} there, {record.get(name)!r} was asked for"
             for name in {**record, **held}
@@ -108,15 +108,12 @@ def generate(generator: RowGenerator, output_dir: Path | str, num_workers: int =
             raise ValueError(
                 f"{folder} holds other data: {'; '.join(differs)}. Give these parameters or another output_dir"
             )
-    known = manifest.exists() or unfinished.exists()
     claim(folder, [] if known else [path.name for path, *_ in shards], flag="")
     with alone_in(folder):
+        write_json(manifest, record)
         missing = [shard for shard in shards if not shard[0].exists() or not shard[0].stat().st_size]
-        if missing or not manifest.exists():
-            write_json(unfinished, record)
-            manifest.unlink(missing_ok=True)
+        if missing:
             _make(missing, generator, num_workers)
-            os.replace(unfinished, manifest)
     return manifest
 
 
