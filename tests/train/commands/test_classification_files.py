@@ -142,6 +142,16 @@ def test_labels_of_a_csv_are_numbers_if_all_of_them_are(arguments, tmp_path):
             load(arguments(tmp_path / "e", **columns, train_file=labels("e.csv", "1", wrong, "0")))
 
 
+def test_a_csv_of_numbers_may_have_its_first_fraction_late(arguments, tmp_path):
+    numbers = [*range(10_000), 0.5]
+    rows = "".join(f"{number},{i % 2}\n" for i, number in enumerate(numbers))
+    train_file = text_file(tmp_path / "a.csv", f"t0,kind\n{rows}")
+    columns = {"features_column": "t*", "label_column": "kind", "test_file": None, "feature_scale": 1.0}
+    data = load(arguments(tmp_path / "run", **columns, train_file=train_file, validation_file=train_file))
+    found = {float(data.source.samples[i].values.squeeze()) for i in range(len(data.source.samples))}
+    assert found == {*numbers}
+
+
 @pytest.mark.parametrize("streaming", [False, True], ids=["map-style", "streaming"])
 def test_classes_go_by_their_names(streaming, arguments, tmp_path):
     def file(name, names, labels):

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import io
 import itertools
+import sys
 import sysconfig
 import wave
 from collections.abc import Iterator, Sequence
@@ -89,12 +90,15 @@ def load(what: str, builder: str, config_name: str | None = None, **options: Any
         return datasets.load_dataset(builder, config_name, **options)
 
 
-def _options(builder: str, text: str | None, label: str | None) -> dict[str, Any]:
+def _options(builder: str, text: str | None, label: str | None, streaming: bool) -> dict[str, Any]:
     """For `datasets`: a text file is one row; in csv only an empty cell is missing, and these columns are text."""
     if builder == "csv":  # by default NA, null, None, nan .. are missing too, and 007 is a number
         converters: dict[str, Any] = {text: str} if text else {}
-        converters |= {label: _stripped} if label else {}
-        return {"keep_default_na": False, "na_values": [""], "converters": converters or None}
+        converters |= {label: _stripped} if label and not streaming else {}
+        options = {"keep_default_na": False, "na_values": [""], "converters": converters or None}
+        if not (text or streaming):  # by default a column of integers has no fraction after 10,000 rows
+            options["chunksize"] = sys.maxsize
+        return options
     return {"sample_by": "document"} if builder == "text" else {}  # by default a row is a line without end
 
 
@@ -152,7 +156,7 @@ def open_files(
     parts = []
     for builder, group in itertools.groupby(files_of(paths), _builder):
         files = [glob.escape(str(Path(path).absolute())) for path in group]  # `datasets` takes patterns
-        options = _options(builder, column or text, None if streaming else label)
+        options = _options(builder, column or text, label, streaming)
         if builder == "csv" and column is not None:  # types of other columns may change after rows that have been read
             options["usecols"] = [column]
         rows = load(what, builder, data_files=files, split="train", streaming=streaming, **options)
@@ -223,7 +227,7 @@ def load_splits(
         if local and builder.name == "audiofolder":
             return sound_splits(builder, streaming)
     is_csv = builder.name == "csv"
-    options = _options(str(builder.name), text, None if streaming else label) if local or is_csv else {}
+    options = _options(str(builder.name), text, label, streaming) if local or is_csv else {}
     splits = load(what, name, config_name, streaming=streaming, **options)
     if is_csv and not streaming:
         splits = {split: _labels_of_csv(rows, label, names, what) for split, rows in splits.items()}
