@@ -359,6 +359,13 @@ def test_every_schedule_can_be_extended(name, own):
     assert extended(11) == pytest.approx(first(10) + (1 - first(10)) / 3) and extended(13) == 1
 
 
+def test_a_decay_longer_than_what_is_left_is_refused():
+    with pytest.raises(ValueError, match=r"decay_steps must be at most the 6 updates to come, got 3 \+ 4"):
+        make_scheduler(
+            torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, [[0, 6]], "warmup_stable_decay", {"num_decay_steps": 4}
+        )
+
+
 def test_a_stable_run_extended_before_its_decay_has_the_weights_of_the_longer_run(arguments, tmp_path):
     stable = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 2, "warmup_steps": 1, "save_steps": 4}
     train(arguments(tmp_path / "longer", max_steps=8, **stable))
