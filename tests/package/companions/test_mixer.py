@@ -257,6 +257,7 @@ def test_padding_of_channels_stays_silent():
     system, again = lti(mixer), copy.deepcopy(mixer)
     again.set_lti(system.lam, system.B, system.C, system.present)
     torch.testing.assert_close(again(u)[0], y, rtol=0, atol=1e-12)
+    assert torch.equal(again.present, present)
     DiagonalAdapter().shrink(mixer, torch.arange(5).expand(H, 5) < 4, 4)
     assert torch.equal(mixer.present, present[:, :4])  # padding stays padding
 
