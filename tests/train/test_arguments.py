@@ -121,6 +121,7 @@ def test_broken_argument_files_are_refused(content, reason, tmp_path):
         (["--block_size", "2000"], r"block_size must be in \[2, filter_length = 1024\], got 2000"),
         (["--validation_blocks", "3", "--sweep_blocks", "2"], "must be at most sweep_blocks = 2, got 3"),
         (["--validation_file", "x"], "validation_file needs train_file or dataset_name"),
+        (["--dataset_config_name", "x"], "dataset_config_name needs dataset_name"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -142,7 +143,12 @@ def test_the_nearest_legal_argument_is_named(given, message):
         ({"decay_steps": 9}, "'warmup_stable_decay' and decay_steps need each other, got 'cosine' and 9"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be one of cosine, .*linear, .*, got"),
         ({"distillation_weight": 0.5}, "distillation_weight needs budget_schedule 'sandwich' or 'family'"),
-        ({"truncation_until": "soon"}, "truncation_until must be 'warmup', an update or a share, got 'soon'"),
+        (
+            {"truncation_tau": 0.1, "truncation_until": "soon"},
+            "truncation_until must be 'warmup', an update or a share, got 'soon'",
+        ),
+        ({"truncation_attempts": 2}, "truncation_attempts needs truncation_tau"),
+        ({"early_stopping_threshold": 0.1}, "early_stopping_threshold needs early_stopping_patience"),
         ({"push_to_hub": True}, "push_to_hub needs hub_model_id"),
         ({"architecture": "mamba", "push_to_hub": True, "hub_model_id": "a/b"}, "'mamba' is there to compare with"),
         ({"architecture": "diagonal_ssm", "config_name": "x"}, "has no config_name, no match_parameters and no"),

@@ -63,6 +63,13 @@ def check_at_least(arguments: Any, least: float, *names: str) -> None:
     check_within(arguments, f"[{least}, inf)", *names)
 
 
+def check_needed(arguments: Any, **needed: str) -> None:
+    """Raises ValueError if a field is not as by default, and the one that gives it a meaning is not set."""
+    for name, other in needed.items():
+        if getattr(arguments, name) != getattr(type(arguments), name) and not getattr(arguments, other):
+            raise ValueError(f"{name} needs {other}")
+
+
 @dataclass
 class RunArguments:
     """How to train. Precision, devices and processes are set through `accelerate launch`."""
@@ -147,6 +154,8 @@ class RunArguments:
         check_within(self, "(0, inf]", "max_grad_norm")
         check_within(self, "(0, inf)", "num_train_epochs")
         check_within(self, "(0, 1)", "truncation_tau")
+        check_needed(self, truncation_attempts="truncation_tau", truncation_until="truncation_tau")
+        check_needed(self, early_stopping_threshold="early_stopping_patience")
         if self.distillation_weight is None:
             self.distillation_weight = 0.5 if self.budget_schedule == "family" else 0.0
         schedule, course, until = self.budget_schedule, self.lr_scheduler_type, self.truncation_until

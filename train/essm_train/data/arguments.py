@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from essm_train.arguments import ModelArguments, RunArguments, arg, check_at_least
+from essm_train.arguments import ModelArguments, RunArguments, arg, check_at_least, check_needed
 
 
 @dataclass
@@ -60,6 +60,7 @@ class DataArguments(SequenceArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "shuffle_buffer")
+        check_needed(self, dataset_config_name="dataset_name")
         if self.train_file and self.dataset_name:
             raise ValueError("give train_file or dataset_name, not both")
         if self.replace_tokenizer and not (self.tokenizer_name and self.model_name_or_path):
@@ -143,9 +144,7 @@ class ClassificationArguments(DataArguments):
             raise ValueError(
                 f"give text_column or features_column, and not both, got {self.text_column!r}, {self.features_column!r}"
             )
-        for name, column in {"tokenizer_name": "text_column", "frame_length": "features_column"}.items():
-            if getattr(self, name) is not None and getattr(self, column) is None:
-                raise ValueError(f"{name} needs {column}")
+        check_needed(self, tokenizer_name="text_column", frame_length="features_column")
         if self.is_diagonal:  # which reads any length
             self.max_length = self.max_length or 1024
         try:

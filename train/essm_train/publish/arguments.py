@@ -7,7 +7,16 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
-from essm_train.arguments import DATA_HELP, OVERWRITE_HELP, TRUST_HELP, arg, check_at_least, check_within, refuse
+from essm_train.arguments import (
+    DATA_HELP,
+    OVERWRITE_HELP,
+    TRUST_HELP,
+    arg,
+    check_at_least,
+    check_needed,
+    check_within,
+    refuse,
+)
 
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "executorch": ("executorch",)}
 # What modeling_essm.companions.importance knows.
@@ -63,6 +72,7 @@ class CalibrateArguments:
         given = [name for name in names if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"give {' or '.join(names)}, one of them, got {', '.join(given) or 'none'}")
+        check_needed(self, dataset_config_name="dataset_name")
         check_at_least(self, 1, "decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads")
         check_at_least(self, 1, "batch_sizes", "budgets")
         check_at_least(self, 2, "block_size")
