@@ -307,8 +307,9 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def batch_size(task: Task, positions: int) -> int:
-    """Samples that make so many positions; twice as many where little is asked."""
-    return max(1, (1 + isinstance(task, (InductionHeads, Recall))) * positions // task.length)
+    """Samples that make so many positions, twice as many where little is asked; at least 4, so that smaller sizes are
+    among those of an update."""
+    return max(4, (1 + isinstance(task, (InductionHeads, Recall))) * positions // task.length)
 
 
 def tasks_of_updates(task: Task) -> list[Task]:
