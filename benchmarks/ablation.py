@@ -50,7 +50,6 @@ def _elastic(
 
 
 _BASE, _MEMORY = _elastic(), _elastic(memory=1 / 8)
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
 ROWS: dict[str, Row] = {
     "paper": Row(3, {"num_spectral_channels": 16}),
@@ -79,8 +78,6 @@ ROWS: dict[str, Row] = {
     "elastic, full alone": dataclasses.replace(_BASE, full_share=1.0),
     "elastic, memory, full alone": dataclasses.replace(_MEMORY, full_share=1.0),
     **{f"elastic, K = {K} alone": dataclasses.replace(_BASE, full_share=1.0, channels=K) for K in (1, 2, 4)},
-    "elastic, attention 1 in 6": dataclasses.replace(_elastic(**_HEADS), attention_every=6),
-    "elastic, attention 1 in 3": dataclasses.replace(_elastic(**_HEADS), attention_every=3),
     "llama": Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES),
     # The library's own scale of new weights for Mamba-2.
     "mamba2": Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES),
@@ -142,9 +139,9 @@ def load(settings: Settings) -> Any:
 def define(settings: Settings, run: Run) -> dict[str, Any]:
     """The row and the text, with hashes. Raises ValueError if there is no model of that size."""
     row, text = ROWS[run.name], load(settings)
-    matched_config(row, settings.parameters)
+    config = matched_config(row, settings.parameters)
     held_out = hashlib.sha256(text.held_out.numpy().tobytes()).hexdigest()
-    return row.definition | {"text": {"data": text.description, "training": text.sha256, "held_out": held_out}}
+    return row.definition(config) | {"text": {"data": text.description, "training": text.sha256, "held_out": held_out}}
 
 
 def make_model(config: Any, filter_length: int) -> Any:
@@ -186,9 +183,13 @@ def perform(settings: Settings, run: Run) -> dict[str, Any]:
 
 
 def difference(result: dict[str, Any], other: dict[str, Any]) -> dict[str, float] | None:
-    """Bits per byte at the full budget above the other model's, seed by seed; None where they share no seed."""
+    """Bits per byte at the full budget above the other model's, seed by seed; None where they share no seed.
+
+    A separate model of a smaller size is held against the other model at that size."""
+    size = str(result["definition"]["channels"] or "")
     mine, theirs = (
-        {seed: list(bits.values())[-1] for seed, bits in r.get("by_seed", {}).items()} for r in (result, other)
+        {seed: bits.get(size, [*bits.values()][-1]) for seed, bits in r.get("by_seed", {}).items()}
+        for r in (result, other)
     )
     shared = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
     return sweeps.mean(shared) if shared else None

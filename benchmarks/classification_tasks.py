@@ -143,9 +143,9 @@ def load(settings: Settings, name: str) -> Loaded:
 
 
 def define(settings: Settings, run: Run) -> dict[str, Any]:
-    model_config(ROWS[run.name], run.task, settings)
+    config = model_config(ROWS[run.name], run.task, settings)
     task = {"name": run.task.partition(":")[0]} | dataclasses.asdict(settings.task(run.task))
-    return {"task": task | load(settings, run.task).identity} | ROWS[run.name].definition
+    return {"task": task | load(settings, run.task).identity} | ROWS[run.name].definition(config)
 
 
 def model_config(row: Row, name: str, settings: Settings) -> Any:

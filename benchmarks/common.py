@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from essm_train.files import write_json
+from essm_train.files import check_writable, write_json
 from essm_train.measure.timing import machine, paired, peak_memory, pick_device, ratio, spread, threads, timed  # noqa: F401
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
@@ -26,14 +26,25 @@ _OF_WIDTH = ("head_size", "intermediate_size", "attention_intermediate_size", "g
 _OF_LAYERS = ("layer_types", "spectral_capacities", "spectral_budget", "budget_presets")
 
 
-def parser(description: str | None, rounds: int | None = 7) -> argparse.ArgumentParser:
-    """--device, --quick, --out, as every benchmark has them; where calls take turns also how many --rounds."""
+def positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def parser(description: str | None, rounds: int | None = 7, on_cpu: bool = False) -> argparse.ArgumentParser:
+    """--device unless it is the CPU, --quick, --out; where calls take turns also how many --rounds."""
     p = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    if on_cpu:
+        p.set_defaults(device="cpu")
+    else:
+        p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--quick", action="store_true", help="few and small shapes, to see that it runs")
     p.add_argument("--out", type=Path, help=f"JSON file; default {REPORTS}/<name>[_<config>]-<device>.json")
     if rounds is not None:
-        p.add_argument("--rounds", type=int, default=rounds, help="paired; long ones stop after three (see `paired`)")
+        p.add_argument(
+            "--rounds", type=positive, default=rounds, help="paired; long ones stop after three (see `paired`)"
+        )
     return p
 
 
@@ -157,6 +168,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
 def start(name: str, args: argparse.Namespace, **settings: Any) -> tuple[torch.device, dict[str, Any]]:
     """Print and return the device and the report that `finish` writes."""
     device = pick_device(args.device)
+    if args.out:
+        check_writable(args.out.parent)
+        if args.out.is_dir():
+            raise ValueError(f"--out must be a file, got the folder {args.out}")
     report: dict[str, Any] = {
         "benchmark": name,
         "machine": machine(device),

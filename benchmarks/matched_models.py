@@ -6,19 +6,20 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import hashlib
 import itertools
+import json
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import Any
 
-from essm_train.arguments import hybrid_layers
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.baselines.sizes import count_parameters
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.loading_essm import truncated_config
-from modeling_essm.spectral_budget import SPECTRAL_LAYER, spectral_layers
+from modeling_essm.spectral_budget import spectral_layers
 
 TOLERANCE = 0.03  # of the number of parameters
 WIDEST = 1 << 14
@@ -36,7 +37,6 @@ class Row:
         rates: learning rates. updates: over those of the table, for models compared at equal time.
         full_share: of the updates, the first ones, that are at the full budget; 1 is no budget dropout.
         schedule: of the budgets of the others.
-        attention_every: one in so many layers attends; then the depth is a multiple of it.
         channels: that the model has of those of the shape, as a separate model of a smaller size has.
         rereads: whether it reads no more text than the others, pass after pass, where it has more updates.
     """
@@ -52,16 +52,17 @@ class Row:
     updates: float = 1.0
     full_share: float = 0.0
     schedule: str = "discrete"
-    attention_every: int | None = None
     channels: int | None = None
     rereads: bool = False
 
     def with_fields(self, **fields: Any) -> Row:
         return dataclasses.replace(self, fields=self.fields | fields)
 
-    @property
-    def definition(self) -> dict[str, Any]:
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "rates"}
+    def definition(self, config: Any) -> dict[str, Any]:
+        """The row, and a hash of all fields of its configuration, so of today's defaults too."""
+        fields = {k: v for k, v in config.to_dict().items() if k != "transformers_version"}
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "rates"} | {"config": digest}
 
 
 _found: dict[str, Any] = {}
@@ -90,34 +91,27 @@ def matched_config(row: Row, target: int, model_class: Any = None) -> Any:
 
 
 def _search(row: Row, target: int, model_class: Any) -> ESSMConfig | None:
-    """Parameters are fixed + layers each + attending layers more, which three models of a shape determine."""
-    elastic, every = row.fields.get("block") == "elastic", row.attention_every
+    """Parameters are fixed + layers each, which two models of a shape determine."""
+    elastic = row.fields.get("block") == "elastic"
     step = row.fields["num_spectral_channels"] if elastic else 2
 
-    def make(hidden: int, inner: int, layers: int, layer_types: list[str] | None = None) -> ESSMConfig:
+    def make(hidden: int, inner: int, layers: int) -> ESSMConfig:
         sizes: dict[str, Any] = {"hidden_size": hidden, "num_hidden_layers": layers}
         if elastic:
             head, units = inner // step, round(row.feed_forward * hidden / step)
             remembered = int(row.memory * head)
             sizes |= {"head_size": head, "memory_key_size": remembered, "memory_value_size": remembered}
             sizes["intermediate_size"] = units * step
-        if every:
-            sizes["layer_types"] = layer_types or hybrid_layers(layers, every)
         return ESSMConfig(**row.fields | sizes)
 
     @functools.cache
-    def law(hidden: int, inner: int) -> tuple[int, int, int]:
-        def parameters(*types: str) -> int:
-            return count_parameters(make(hidden, inner, len(types), list(types)), model_class)
-
-        one, two = parameters(SPECTRAL_LAYER), parameters(SPECTRAL_LAYER, SPECTRAL_LAYER)
-        attending = parameters(SPECTRAL_LAYER, "full_attention") - one if every else 0
-        return 2 * one - two, two - one, attending
+    def law(hidden: int, inner: int) -> tuple[int, int]:
+        one, two = (count_parameters(make(hidden, inner, layers), model_class) for layers in (1, 2))
+        return 2 * one - two, two - one
 
     def count(hidden: int, inner: int, layers: int) -> int:
-        fixed, each, attending = law(hidden, inner)
-        n = layers // every if every else 0
-        return fixed + (layers - n) * each + n * attending
+        fixed, each = law(hidden, inner)
+        return fixed + layers * each
 
     def follows(hidden: int) -> int:
         return max(step, round(row.expansion * hidden / step) * step) if elastic else hidden
@@ -128,9 +122,7 @@ def _search(row: Row, target: int, model_class: Any) -> ESSMConfig | None:
         return widths[bisect_left(widths, target, key=lambda D: count(D, inner or follows(D), layers))]
 
     found: list[tuple[float, int, int, int]] = []  # distance, then sizes
-    for layers in sorted(
-        range(every or 1, 2 * row.layers + 1, every or 1), key=lambda n: abs(math.log(n / row.layers))
-    ):
+    for layers in sorted(range(1, 2 * row.layers + 1), key=lambda n: abs(math.log(n / row.layers))):
         depth = math.log(layers / row.layers) ** 2
         if found and depth >= min(found)[0]:
             break

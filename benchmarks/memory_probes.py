@@ -56,14 +56,12 @@ IGNORED = -100  # as torch's cross-entropy has it
 Samples = tuple[np.ndarray, np.ndarray]
 
 _ELASTIC = {"block": "elastic", "num_spectral_channels": 8}
-_HYBRID = _ELASTIC | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
 _RATES, _PEER_RATES = (3e-3, 6e-3), (2e-3, 6e-3)
 ROWS: dict[str, Row] = {
     "paper": Row(2, {"num_spectral_channels": 32}, rates=_RATES),
     "elastic": Row(2, _ELASTIC, expansion=2.0, rates=_RATES),
     "elastic, memory": Row(2, _ELASTIC, expansion=2.0, memory=0.5, rates=_RATES),
-    "elastic, attention 1 in 6": Row(6, _HYBRID, expansion=2.0, rates=_RATES, attention_every=6),
-    "elastic, attention 1 in 3": Row(3, _HYBRID, expansion=2.0, rates=_RATES, attention_every=3),
+    "elastic, softmax": Row(2, _ELASTIC | {"gating": "softmax"}, expansion=2.0, rates=_RATES),
     "llama": Row(2, peer="transformer", hidden_size=72, rates=_PEER_RATES),
     "mamba2": Row(2, {"initializer_range": 0.1}, peer="mamba2", hidden_size=96, rates=_PEER_RATES),
     "s4d": Row(3, peer="s4d", hidden_size=64, rates=_PEER_RATES),
@@ -365,8 +363,8 @@ def score(model: nn.Module, budgets: Sequence[int], task: Task, settings: Settin
 
 def define(settings: Settings, run: Run) -> dict[str, Any]:
     row, task = ROWS[run.name], settings.task(run.task)
-    model_config(row, task, settings)
-    return {"task": {"kind": type(task).__name__} | dataclasses.asdict(task)} | row.definition
+    config = model_config(row, task, settings)
+    return {"task": {"kind": type(task).__name__} | dataclasses.asdict(task)} | row.definition(config)
 
 
 def perform(settings: Settings, run: Run) -> dict[str, Any]:

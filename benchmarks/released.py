@@ -281,7 +281,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    p = common.parser(__doc__)
+    p = common.parser(__doc__, on_cpu=True)
     p.add_argument("--models", nargs="*", type=Path, default=[], help="folders with weights, or of train_clm")
     p.add_argument("--record", type=Path, help="an earlier report, whose other models keep their bits")
     p.add_argument("--writer", type=Path, help="folder of the ES-SSM that continues a text; it is measured too")
@@ -291,7 +291,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--max_blocks", type=int, default=256, help="held-out blocks, spread evenly over the text")
     p.add_argument("--context", type=int, default=256, help="tokens read before those that are timed")
     p.add_argument("--steps", type=int, default=32, help="decoded tokens of one sample")
-    p.set_defaults(device="cpu")
     args = p.parse_args(argv)
     train, held_out = (list(documents.read_files(paths)) for paths in (args.train_file, args.text_files))
     if args.quick:

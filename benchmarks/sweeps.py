@@ -244,24 +244,32 @@ def _performed(one: Callable[[Run], dict[str, Any]], runs: list[Run], processes:
 
 
 def collect(
-    folder: Path, names: Sequence[str], tasks: Sequence[str], seeds: Sequence[int] | None, rates: Sequence[float] | None
+    folder: Path,
+    names: Sequence[str],
+    tasks: Sequence[str] | None,
+    seeds: Sequence[int] | None,
+    rates: Sequence[float] | None,
 ) -> list[dict[str, Any]]:
-    """The records of these models on these tasks, in the order of the tasks, at these seeds and rates, None for any.
+    """The records of these models on these tasks at these seeds and rates, None for any.
 
     Raises:
-        ValueError: there are none, or they have different settings.
+        ValueError: there are none, or they have different settings or texts, or one model of a task two definitions.
     """
     records = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("[!.]*-seed*.json"))]
-    records = [r for r in records if r["model"] in names and r.get("task", "") in tasks]
+    records = [r for r in records if r["model"] in names and (tasks is None or r.get("task", "") in tasks)]
     for name, chosen in {"seed": seeds, "rate": rates}.items():
         records = [r for r in records if chosen is None or r[name] in chosen]
     if not records:
-        asked = f"the models {[*names]} on the tasks {[*tasks]}, of the seeds {seeds or 'any'}, rates {rates or 'any'}"
+        asked = f"the models {[*names]}, of the tasks {tasks or 'any'}, seeds {seeds or 'any'}, rates {rates or 'any'}"
         raise ValueError(f"{folder} holds no finished run of {asked}")
+    held: dict[str, Any] = {}
     for record in records:
-        if record["settings"] != (first := records[0]["settings"]):
-            raise ValueError(f"{folder} holds runs of different settings: {record['settings']} {first}")
-    return sorted(records, key=lambda r: tasks.index(r.get("task", "")))
+        task, of = record.get("task", ""), record["definition"]
+        told = {"settings": record["settings"], " ".join(filter(None, ("definitions", task, record["model"]))): of}
+        for what, value in (told | {f"texts {task}".strip(): of.get("text")}).items():
+            if value != (first := held.setdefault(what, value)):
+                raise ValueError(f"{folder} holds runs of different {what}: {value} {first}")
+    return records
 
 
 def add_arguments(
@@ -275,19 +283,19 @@ def add_arguments(
 ) -> None:
     """Rows by name; without `rates` of their own they all have this `rate`, and a table is of one.
 
-    A run without --seeds is of these seeds; the table of what is there is then of all seeds.
+    A run without --seeds and --tasks is of these seeds and tasks; the table of what is there is then of all.
     """
-    p.set_defaults(device="cpu", tasks=[""], rows=rows, usual_seeds=seeds)
+    p.set_defaults(device="cpu", tasks=None, usual_tasks=[*tasks] or [""], rows=rows, usual_seeds=seeds)
     if tasks:
-        p.add_argument("--tasks", nargs="+", default=[*tasks], help=f"out of {[*tasks]}")
+        p.add_argument("--tasks", nargs="+", help=f"by default {[*tasks]}")
     p.add_argument("--only", nargs="+", metavar="NAME", choices=[*rows], default=[*rows], help=f"of {[*rows]}")
-    p.add_argument("--updates", type=_positive, default=updates)
+    p.add_argument("--updates", type=common.positive, default=updates)
     if rate is None:
         p.add_argument("--rates", type=float, nargs="+", help="learning rates, instead of those of each model")
     else:
         p.add_argument("--rate", dest="rates", type=float, nargs=1, default=[rate], help="learning rate of all")
     p.add_argument("--seeds", type=int, nargs="+", help=f"by default {[*seeds]}")
-    p.add_argument("--processes", type=_positive, default=1, help="runs at a time, each on one thread")
+    p.add_argument("--processes", type=common.positive, default=1, help="runs at a time, each on one thread")
     p.add_argument("--runs_dir", type=Path, default=Path(runs_dir), help="where the file of every run goes")
     p.add_argument("--table", action="store_true", help="run nothing: the table of the runs that are in runs_dir")
 
@@ -296,20 +304,17 @@ def add_data(p: argparse.ArgumentParser) -> None:
     p.add_argument("--data_dir", help="data folders, separated as in PATH; by default $ESSM_DATA, or data")
 
 
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
 def run(name: str, args: argparse.Namespace, sweep: Sweep) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Perform what is missing, unless --table says otherwise; the records of all runs, and the report of that name.
 
     Every model runs at each of its rates, at every seed, on every task: seed by seed, so that a sweep cut short is a
     whole table of fewer seeds.
     """
+    tasks, kinds = args.tasks or args.usual_tasks, [task.partition(":")[0] for task in args.usual_tasks]
+    if unknown := [task for task in tasks if task.partition(":")[0] not in kinds]:
+        raise ValueError(f"a task must be one of {kinds}, got {unknown[0]!r}")
     if not args.table:
-        points = itertools.product(args.seeds or args.usual_seeds, args.tasks, args.only)
+        points = itertools.product(args.seeds or args.usual_seeds, tasks, args.only)
         runs = [
             Run(model, rate, seed, task)
             for seed, task, model in points
@@ -317,6 +322,7 @@ def run(name: str, args: argparse.Namespace, sweep: Sweep) -> tuple[list[dict[st
         ]
         sweep.perform_missing(runs, args.runs_dir, args.processes)
     records = collect(args.runs_dir, args.only, args.tasks, args.seeds, args.rates)
+    records.sort(key=lambda r: (tasks.index(t) if (t := r.get("task", "")) in tasks else len(tasks), t))
     settings = {"quick": args.quick} | records[0]["settings"]
     report = common.start(name, args, **settings)[1]
     report["machine"] = records[0]["machine"]  # of a run, not of whoever makes the table

@@ -138,7 +138,7 @@ def draw(results: dict[str, Any], delays: dict[str, list[str]], filter_length: i
     for axes, (kind, names) in zip(panels, delays.items()):
         for i, name in enumerate(names):
             axes.plot(BUDGETS, [*exact[name]["error"].values()], ":", color=f"C{i}", linewidth=1.2)
-            errors = {int(K): error["mean"] for K, error in trained[name].items()}
+            errors = {int(K): error["mean"] for K, error in trained.get(name, {}).items()}
             style: dict[str, Any] = {"color": f"C{i}", "markersize": 3.5, "label": f"{exact[name]['tau']}"}
             axes.plot(list(errors), list(errors.values()), "o-", **style)
         axes.set(title=f"noise: {kind}", xlabel="budget K", ylabel="squared error / variance")
@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--parameters", type=int, default=30_000, help="of every model")
     args: argparse.Namespace = p.parse_args(argv)
     delays, filter_length, lengths = (QUICK, 512, (512,)) if args.quick else (DELAYS, 4096, LENGTHS)
-    args.tasks = [name for group in delays.values() for name in group]
+    args.tasks = args.usual_tasks = [name for group in delays.values() for name in group]
     fields: Any = {"parameters": args.parameters, "updates": args.updates}
     if args.quick:
         fields = {"parameters": 12_000, "updates": min(args.updates, 3), "positions": 128, "held_out": 128}

@@ -27,8 +27,10 @@ def quick(tmp_path):
 
     def run(module, *arguments):
         path = tmp_path / "report.json"
-        rounds = [] if "rounds=None" in inspect.getsource(module.main) else ["--rounds", "1"]
-        module.main(["--quick", "--device", "cpu", *rounds, "--out", str(path), *map(str, arguments)])
+        source = inspect.getsource(module.main)
+        options = [] if "rounds=None" in source else ["--rounds", "1"]
+        options += [] if "on_cpu=True" in source else ["--device", "cpu"]
+        module.main(["--quick", *options, "--out", str(path), *map(str, arguments)])
         report = json.loads(path.read_text())
         assert {"cpu", "cpu_cores", "gpu", "torch", "transformers"} <= report["machine"].keys() and report["results"]
         return report

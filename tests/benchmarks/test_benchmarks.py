@@ -34,7 +34,6 @@ from modeling_essm import ESSMConfig
 RUNS = {
     "spectral_basis": ["--lengths", 64, 512],
     "spectral_layer": ["--lengths", 128, "--budgets", 2],
-    "decoding": ["--contexts", 16, 80],
     "decoding --table limit": ["--backend", "eager"],
     "decoding --table prompt": [],
     "speculative": [],
