@@ -16,7 +16,7 @@ from essm_train.console import command
 
 @dataclass
 class AnalyzeArguments:
-    """Arguments of the script."""
+    """What to look into, and with which text."""
 
     model: str = field(metadata={"help": "Folder or Hub name of an ES-SSM language model."})
     text_files: list[str] = field(metadata={"help": "Text to run it on, read by the model's tokenizer, or as bytes."})

@@ -21,7 +21,7 @@ from essm_train.files import claim, write_figure, write_json, write_text
 
 @dataclass
 class EvaluateArguments:
-    """Arguments of the script."""
+    """Which models, on which task."""
 
     models: list[str] = field(metadata={"help": "Saved models: one, or several seeds of the same experiment."})
     task: str = field(metadata={"help": "A task that essm-list-tasks names."})

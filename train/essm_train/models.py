@@ -194,9 +194,14 @@ def capacity_of(model: nn.Module) -> int:
 
 
 def budgets_to_measure(model: nn.Module, given: Iterable[int] | None = None) -> tuple[int, ...]:
-    """Those given, by default BUDGETS and the smallest one of training; the capacity always, and none above it."""
+    """Those given, by default BUDGETS and the smallest one of training, and always the capacity.
+
+    Raises ValueError for a given one that the model does not have."""
+    capacity, given = capacity_of(model), tuple(given or ())
+    if bad := [K for K in given if not 1 <= K <= capacity]:
+        raise ValueError(f"budgets must be in [1, {capacity}], got {bad[0]}")
     trained = getattr(model.config, "trained_budgets", None) or ()
-    return clip_budgets((*(given or (*BUDGETS, *sorted(trained)[:1])), capacity_of(model)), capacity_of(model))
+    return clip_budgets((*(given or (*BUDGETS, *sorted(trained)[:1])), capacity), capacity)
 
 
 def run_at_budget(model: nn.Module, batch: Mapping[str, Tensor], budget: int | Tensor) -> Any:

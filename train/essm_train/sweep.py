@@ -18,7 +18,7 @@ from essm_train.files import claim
 
 @dataclass
 class SweepArguments:
-    """Arguments of the script."""
+    """Which model to measure at every budget, on which text."""
 
     model: str = field(metadata={"help": "Folder or Hub name of an ES-SSM causal language model."})
     text_files: list[str] = field(metadata={"help": "Held-out text, read by the model's tokenizer, or as bytes."})

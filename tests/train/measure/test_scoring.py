@@ -50,7 +50,10 @@ def test_a_uniform_model_has_eight_bits_per_byte_at_every_budget():
     assert sweep.budgets == (2, 3, 4, 6, 8, 12, 16, 24, 32)
     assert sweep.values == pytest.approx([8.0] * 9, abs=1e-5)
     assert len(sweep.speeds) == 9 and min(sweep.speeds) > 0
-    assert sweep_budgets(FixedLogits(table, capacity=10), data, (16, 4)).budgets == (4, 10)
+    smaller = FixedLogits(table, capacity=10)
+    assert sweep_budgets(smaller, data, (4,)).budgets == (4, 10)
+    with pytest.raises(ValueError, match=r"budgets must be in \[1, 10\], got 16"):
+        sweep_budgets(smaller, data, (16, 4))
 
 
 def test_the_next_byte_is_scored():

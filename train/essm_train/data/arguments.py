@@ -69,11 +69,13 @@ class DataArguments(SequenceArguments):
 
 @dataclass
 class CLMArguments(DataArguments):
-    """Text; the model is in ModelArguments, how to train in RunArguments."""
+    """A language model and the text that it learns."""
 
     output_dir: str = arg("runs/train_clm", "Where everything goes; a run found there is continued.")
     budget_schedule: str | None = arg(
-        None, "As in the other commands; by default 'rows' for the elastic block and 'discrete' for others."
+        None,
+        "Budgets of each update: rows, family, discrete, uniform, authors, sandwich or full (docs/train.md); by "
+        "default 'rows' for the elastic block and 'discrete' for others.",
     )
     max_steps: int = arg(900, "Updates.")
     text_column: str = arg("text", "The column that holds the text.")
@@ -98,7 +100,7 @@ class CLMArguments(DataArguments):
 
 @dataclass
 class ClassificationArguments(DataArguments):
-    """Data; the model is in ModelArguments, how to train in RunArguments."""
+    """A classifier and the rows that it learns."""
 
     output_dir: str = arg("runs/train_classification", "Where everything goes; a run found there is continued.")
     full_budget_updates: int | None = arg(

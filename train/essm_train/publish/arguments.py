@@ -39,7 +39,7 @@ def check_choices(arguments: Any, *names: str) -> None:
 
 @dataclass
 class CalibrateArguments:
-    """Arguments of the script."""
+    """Which model to measure, on which data and how."""
 
     model: str = field(metadata={"help": "Folder of a saved ES-SSM; the results go there too."})
     text_files: list[str] | None = arg(None, "Held-out text, for a language model.")
@@ -81,7 +81,7 @@ class CalibrateArguments:
 
 @dataclass
 class ExportArguments:
-    """Arguments of the script."""
+    """Which model to write, in which format, and where."""
 
     model: str = field(metadata={"help": "Folder of a saved ES-SSM."})
     output_dir: str = field(metadata={"help": "New folder."})
@@ -112,7 +112,7 @@ class ExportArguments:
 
 @dataclass
 class PruneArguments:
-    """Arguments of the script."""
+    """Which model to prune, by what and how far."""
 
     model: str = field(metadata={"help": "Folder or Hub name of a trained diagonal SSM, Mamba or Mamba-2."})
     output_dir: str = field(metadata={"help": "Where the smaller model and what was measured go."})

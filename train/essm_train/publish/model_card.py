@@ -227,7 +227,7 @@ def _results(
         ran_on |= {"{} CPU threads": sweep.get("threads"), "torch {}": sweep.get("torch")}
         machine = ", ".join(words.format(value) for words, value in ran_on.items() if value)
         said += [f"Speed is that of forward passes without a cache{' on ' if machine else ''}{machine}."]
-    said += ["Sweet spot: the smallest K within 2% of the full budget, unless a better choice takes no more time."]
+    said += ["Sweet spot: the smallest K within 2% of the full budget, unless a better one is as fast."]
     said += filter(None, [curve.time_note()])
     if "collapse boundary" in marked:
         said += ["Collapse boundary: the smallest K that keeps 90% of its quality."]
