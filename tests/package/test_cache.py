@@ -62,22 +62,6 @@ def test_select_leaves_the_original_alone():
     assert all(map(torch.equal, states(cache), before)) and cache.get_seq_length() == 9
 
 
-@variants
-def test_reorder_select_and_repeat(variant):
-    model, ids = random_model(**variant), random_ids(4, 9)
-    for name, argument, rows in (
-        ("reorder_cache", torch.tensor([2, 0, 0, 3]), [2, 0, 0, 3]),
-        ("batch_select_indices", torch.tensor([3, 1]), [3, 1]),
-        ("batch_repeat_interleave", 2, [0, 0, 1, 1, 2, 2, 3, 3]),
-    ):
-        cache, expected, token = filled(model, ids), filled(model, ids[rows]), random_ids(len(rows), 1, seed=2)
-        getattr(cache, name)(argument)
-        assert cache.states.keys() == expected.states.keys()
-        for actual, wanted in zip(states(cache), states(expected)):
-            assert_close(actual, wanted)
-        assert_close(step(model, cache, token), step(model, expected, token))  # and decodes on
-
-
 def test_every_row_keeps_its_own_stamp():
     model, token = random_model(), random_ids(3, 1)
     merged = ESSMCache.merge([filled(model, random_ids(1, 5), 3), filled(model, random_ids(2, 5), 20)])

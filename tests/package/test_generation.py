@@ -83,16 +83,6 @@ def test_what_changes_no_token(change):
     assert sum("cache_implementation" in message for message in messages) == (change == "offloaded cache")
 
 
-def test_rows_that_end_early_leave_the_others_alone():
-    """An eos chosen so that only row 0 stops: row 1 must go on as if alone."""
-    model, ids = level_model(), random_ids(2, 19)
-    expected = greedy_without_cache(model, ids)
-    eos = next(token for token in expected[0, 19:-3].tolist() if token not in expected[1, 19:])
-    together = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=eos)
-    first = expected[0, 19:].tolist().index(eos)
-    assert (together[0, 19 + first + 1 :] == 256).all() and torch.equal(together[1], expected[1])
-
-
 def test_a_users_compilation_decodes_with_a_static_cache():
     model, ids = level_model(num_hidden_layers=1), random_ids(2, 12)
     expected = generate(model, ids)

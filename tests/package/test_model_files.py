@@ -60,18 +60,6 @@ def test_inductor_equals_eager():
         assert_close(actual, model(ids, spectral_budget=6).logits)
 
 
-def test_export_with_any_batch_and_length():
-    """With masks, and with a memory: tests/package/export."""
-    model, ids = random_model(**ONE), random_ids(2, 21)
-    shape = {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=2, max=512)}
-    inputs, shapes = {"input_ids": ids, "use_cache": False}, {"input_ids": shape, "use_cache": None}
-    program = torch.export.export(model, (), inputs, dynamic_shapes=shapes).module()
-    for ids in (random_ids(2, 21), random_ids(1, 7), random_ids(5, 64), random_ids(3, 200)):
-        with torch.no_grad():
-            actual, expected = program(input_ids=ids, use_cache=False).logits, model(ids).logits
-        assert_close(actual, expected, atol=1e-4)  # fp32 states of 200 steps, all channels
-
-
 @pytest.mark.parametrize("algorithm", ["fft", "step"])
 def test_export_of_another_algorithm_for_any_length_is_refused(algorithm):
     model, ids = random_model(spectral_algorithm=algorithm), random_ids(2, 21)

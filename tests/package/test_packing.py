@@ -28,18 +28,6 @@ def described(how: str, lengths: list[int]) -> dict[str, torch.Tensor]:
 WAYS = pytest.mark.parametrize("how", ["position_ids", "seq_idx", "cu_seqlens"])
 
 
-@WAYS
-def test_every_way_of_telling(how):
-    model, lengths = random_model(), [7, 9, 1, 23]
-    ids = random_ids(1, 40)
-    with torch.no_grad():
-        packed = model(ids, **described(how, lengths)).logits
-        assert_close(packed, torch.cat([model(part).logits for part in ids.split(lengths, 1)], 1))
-        assert (packed - model(ids).logits).abs().max() > 0.01  # the boundaries matter
-        together = {**described(how, lengths), **described("cu_seq_lens_q", lengths), "max_length_q": 23}
-        assert torch.equal(model(ids, **together).logits, packed)
-
-
 @variants
 def test_packed_equals_separate(variant):
     """Logits, loss and gradients."""

@@ -84,20 +84,6 @@ def test_prefix_of_A_reproduces_the_filters(H, K):
     assert np.abs(np.linalg.eigvals(A_T)).max() < 1.0
 
 
-def test_readout_is_the_recurrence_unrolled():
-    operators = chunk_operators(1024, 20, 7)
-    A_T, phi0 = operators.recurrence[:, :20], operators.recurrence[:, 20:]
-    rng = np.random.default_rng(0)
-    x, u = rng.standard_normal((20, 3)), rng.standard_normal((7, 3))
-    stacked, state = np.concatenate([u, x]), x
-    for i in range(7):
-        state = A_T @ state + phi0 * u[i]
-        np.testing.assert_allclose(operators.readout[i] @ stacked, state, rtol=1e-12, atol=1e-13)
-    np.testing.assert_allclose(
-        operators.carry_powers[2], np.linalg.matrix_power(operators.carry_powers[0], 4), atol=1e-13
-    )
-
-
 def test_longest_filter_length():
     basis = spectral_basis(2**20)
     lags = np.unique(np.geomspace(1, 2**20 - 1, 4000).astype(int))

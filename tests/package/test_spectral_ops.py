@@ -89,17 +89,6 @@ def test_a_budget_touches_only_its_prefix(algorithm):
     assert (poisoned["dM"][K:] == 0).all()
 
 
-@algorithms
-def test_rows_of_padding_only_keep_their_state(algorithm):
-    operator = SpectralOperator(H)
-    u, gates, M = make_inputs(2, 20, 4)
-    u[0] = 0
-    x0, lengths = reachable_state(operator, 4, u.shape[-1], 2, u.dtype), torch.tensor([0, 20])
-    _, state = operator(u, gates, M, x0, lengths, algorithm=algorithm)
-    assert torch.equal(state[0], x0[0]) and not torch.equal(state[1], x0[1])
-    assert (operator(u, gates, M, None, lengths, algorithm=algorithm)[1][0] == 0).all()
-
-
 @torch.no_grad()
 def test_no_rows_make_a_step():
     """Where a step would wait for its matrices, too: rows of theirs are shared out among the threads."""

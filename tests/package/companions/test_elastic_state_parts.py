@@ -216,16 +216,6 @@ def refine(model, z0, depth, objective):
     return z, work
 
 
-@pytest.mark.parametrize("metric", ["cholesky", "diagonal", "low_rank"])
-def test_newton_reaches_the_minimiser_in_one_step(metric):
-    model = random_model(metric=metric)
-    model.corrector.log_step_size.data.fill_(0.5)  # alpha is at most 1
-    evaluate, c = quadratic(model)
-    z, work = refine(model, random_inputs(4, 6), 1, evaluate)
-    torch.testing.assert_close(z, c.expand(4, 6), rtol=0, atol=1e-10)  # fp64
-    assert work.gradients == work.values == work.kept == 4
-
-
 def test_steps_stay_in_the_trust_region():
     """Short gradients pass unchanged; long ones end at rho, whatever their length."""
     corrector = random_model(trust_radius=0.3).corrector

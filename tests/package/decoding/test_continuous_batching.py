@@ -313,17 +313,6 @@ def test_bad_limits_are_refused(model, name):
         ContinuousBatch(random_model().train(), ROOM)
 
 
-def test_a_model_put_into_training_mode_is_refused_and_nothing_lost():
-    batch = Batch(random_model(dropout=0.5))
-    batch.ask()
-    batch.step()
-    batch.model.train()
-    with pytest.raises(RuntimeError, match=r"training mode.*eval\(\)"):
-        batch.step()
-    batch.model.eval()
-    batch.finish_as_alone()
-
-
 def test_a_model_put_into_training_mode_at_work_ends_only_what_it_was_at():
     batch = Batch(random_model(dropout=0.5))
     running = batch.ask()
