@@ -7,7 +7,7 @@ makes more room, and `cache.shrink(K)` gives room back. A server takes rows out 
 together with `ESSMCache.merge`, whatever their budgets: each row keeps its own stamp.
 
 Wherever states leave a cache, to a compiled step, an exported program or a file, they are one dict of named tensors:
-"{layer}.{name}" of shape (B, .., D), layers in order.
+"{layer}.{name}", layers in order, whose first dimension is the batch.
 """
 
 from __future__ import annotations
@@ -341,6 +341,8 @@ class ElasticCache(Cache):
 
     def shrink(self, spectral_budget: SpectralBudget) -> ESSMCache:
         """Give back the states that a smaller budget does not read; larger ones are refused from now on. This cache.
+
+        An empty cache without a `state_budget` has nothing to give back: the first pass decides.
 
         With a memory, what a smaller budget then writes differs: a token is written to all keys that there is room for.
 

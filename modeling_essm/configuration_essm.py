@@ -126,6 +126,10 @@ class ESSMConfig(PreTrainedConfig):
         stochastic_depth (`float`): rate of skipping a whole sub-layer of a sample.
         stochastic_depth_ramp (`bool`): whether that rate rises linearly over the blocks, from 0 in the first.
         classifier_pooling (`str`): "mean" over real positions or "last" real position.
+        layer_norm_eps (`float`): epsilon of the norms. tie_word_embeddings (`bool`): the head is the embedding.
+        use_cache (`bool`): whether calls outside of training return a cache.
+        pad_token_id, bos_token_id, eos_token_id (`int`, *optional*): 256, 257 and 258, those of bytes, by default; None
+            where the vocabulary has no such ids.
         num_input_features (`int`, *optional*): width of continuous inputs (audio frames, pixels), which a linear
             encoder reads instead of token ids.
 
@@ -369,7 +373,7 @@ class ESSMConfig(PreTrainedConfig):
 
 
 def _head_size(hidden_size: int, channels: int) -> int:
-    """Of a channel, so that all heads are twice as wide as the model."""
+    """The width of a channel's head, so that all heads are twice as wide as the model."""
     return max(1, 2 * hidden_size // channels)
 
 

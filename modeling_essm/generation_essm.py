@@ -71,7 +71,7 @@ class ElasticGenerationMixin(GenerationMixin):
     """`generate` of a model that takes spectral_budget and keeps its state in an `ESSMCache`."""
 
     def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> tuple[Any, dict]:
-        """Let the call's budget win over GenerationConfig's, and pass whichever is set on to `forward`.
+        """Let the call's budgets win over GenerationConfig's, and pass whichever are set on to `forward`.
 
         `generate(.., step_budgets=..)` takes a budget per step instead of `spectral_budget`: a list, whose last entry
         holds for all further steps, or a function of the step. Step 0 reads the prompt and gives the first token. The
@@ -79,6 +79,8 @@ class ElasticGenerationMixin(GenerationMixin):
         """
         called, steps = kwargs.pop("spectral_budget", None), kwargs.pop("step_budgets", None)
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
+        if steps is None and called is None:
+            steps = getattr(generation_config, "step_budgets", None)
         if steps is not None:
             if called is not None:
                 raise ValueError(f"give spectral_budget or step_budgets, not both, got {called!r} and {steps!r}")

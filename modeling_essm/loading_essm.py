@@ -241,7 +241,7 @@ def _as_unsharded_class(model: Any) -> Iterator[None]:
 
 
 def channel_blocks(config: Any) -> dict[str, tuple[int, ...]]:
-    """By name within a layer, how many entries of its leading dimensions belong to a channel; 0: all, for every one."""
+    """By name within a layer, how many entries of its leading dimensions belong to a channel; 0: of one not divided."""
     if config.block == "paper":  # the second is in AR-STU's mixer
         names = ("channel_mixing", "channel_mixing_negative", "gate_out.weight", "gate_out.bias")
         return {f"mixer.{name}": (1,) for name in names}

@@ -127,7 +127,7 @@ def _exported_rule(
     """`delta_rule` for torch.export, where L <= `longest` may be symbolic, so that no loop may depend on it.
 
     A chunk reads o = o_0 + R S of the state before it and leaves A S + M: first those of every chunk, then a scan over
-    A and M in log2(longest / C) levels for the states. Letters: m chunks of C steps; X is what the library solves for.
+    A and M in log2(longest / C) levels for the states. Letters: m chunks of C steps; X = (1 + T)^-1, see below.
     """
     _, L, n = k.shape
     C = _EXPORTED_CHUNK

@@ -129,7 +129,7 @@ class ESSMElasticFeedForward(nn.Module):
         self.dropout = nn.Dropout(config.activation_dropout)
 
     def forward(self, x: Tensor, budget: int = 1, rows: Tensor | None = None) -> Tensor:
-        """Of the first K channels; `rows` (B,) has the K of each row where they differ."""
+        """What the first K channels give; `rows` (B,) has the K of each row where they differ."""
         up = prefix_linear(self.up, x, 2 * budget * self.units)
         gate, value = up.unflatten(-1, (budget, 2, self.units)).unbind(-2)
         hidden = self.dropout(F.silu(gate) * value)

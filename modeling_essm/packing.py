@@ -94,7 +94,8 @@ class Packing:
 
 
 def close_up(real: Tensor, keep_leading: bool) -> tuple[Tensor, Tensor, Tensor] | None:
-    """How to move real positions of each row together, before the masked ones; None where all stand so already.
+    """How to move real positions of each row together, before the masked ones; None where no position is masked, but on
+    an accelerator, in a compiled graph and under torch.func, where no value is read.
 
     Args:
         real: (B, L) bool. keep_leading: leave masked positions before the first real one where they are: in front of
@@ -117,7 +118,7 @@ def closed_rows(x: Tensor, real: Tensor, keep_leading: bool) -> tuple[Tensor, Te
     """Rows (B, L, D) closed up as `close_up` says, where it says so.
 
     Returns:
-        the rows, (B, L, 1) bool true at masked places, lengths (B,), and place (B, L) or None where nothing was moved.
+        the rows, (B, L, 1) bool true at masked places, lengths (B,), and place (B, L) or None as there.
     """
     closed = close_up(real, keep_leading)
     if closed is None:

@@ -144,7 +144,7 @@ def spectral_basis(filter_length: int) -> SpectralBasis:
     return basis
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=4)  # what is kept is what tensors are made of
 def chunk_operators(filter_length: int, N: int, chunk_size: int) -> ChunkOperators:
     """(R) restricted to the first N states, unrolled over C = chunk_size steps.
 

@@ -92,7 +92,9 @@ def _constant(function: Callable[P, T]) -> Callable[P, T]:
 
 @_constant
 def states_needed(H: int, K: int, state_margin: int) -> int:
-    """N, the number of states that a budget K reads and writes."""
+    """N, the number of states that a budget K reads and writes. Raises ValueError unless fp64 resolves K filters."""
+    if not 1 <= K <= (most := spectral_basis(H).num_resolved):
+        raise ValueError(f"K must be in [1, {most}], which fp64 resolves at filter_length {H}, got {K}")
     return min(num_states(K, state_margin), len(spectral_basis(H).sigma))
 
 

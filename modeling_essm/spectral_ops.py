@@ -105,6 +105,8 @@ class SpectralOperator:
     chunk_size: int = 64
 
     def __post_init__(self) -> None:
+        if self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1, got {self.chunk_size}")
         object.__setattr__(self, "chunk_size", min(self.chunk_size, self.filter_length, _LONGEST_CHUNK))
 
     def num_states(self, num_channels: int) -> int:
@@ -139,8 +141,8 @@ class SpectralOperator:
         Returns:
             y (B, L, E) in u's dtype, and the state (B, N, D) after each row's last step in fp32 (fp64 for fp64).
         Raises:
-            ValueError: unknown algorithm, shapes that do not fit, an initial state of fewer than N rows, or an export
-                for any length of another algorithm than `chunked`.
+            ValueError: unknown algorithm, shapes that do not fit, more channels than fp64 resolves at H, an initial
+                state of fewer than N rows, or an export for any length of another algorithm than `chunked`.
         """
         if torch.compiler.is_exporting() and not isinstance(u.shape[1], int) and algorithm != "chunked":
             raise ValueError(
@@ -153,6 +155,8 @@ class SpectralOperator:
                 '("fft" and "naive" need the package modeling_essm)'
             )
         (B, L, D), K = u.shape, gates.shape[2]
+        if L == 0 or not u.is_floating_point():
+            raise ValueError(f"u must hold floating-point numbers of one step or more, got {u.dtype}, {tuple(u.shape)}")
         if gates.shape[:2] != (B, L):
             raise ValueError(f"gates must have shape ({B}, {L}, K), got {tuple(gates.shape)}")
         if channel_mixing.shape[0] < K or channel_mixing.shape[1] != D:

@@ -13,6 +13,7 @@ and presets name that smallest budget.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -142,10 +143,11 @@ class BudgetCurve:
         return dict(zip(PRESETS, (self.collapse_boundary, self.sweet_spot, self.budgets[-1])))
 
     def table(self) -> str:
-        """Value, change and speed at every budget, for people."""
-        lines = [f"{'K':>4}  {self.column:>9}  {'vs full':>8}  {'tokens/s':>9}"]
+        """Value, change and, where it was measured, speed at every budget, for people."""
+        lines = [f"{'K':>4}  {self.column:>9}  {'vs full':>8}" + f"  {'tokens/s':>9}" * bool(self.speeds)]
         full = self.values[-1]
-        for K, value, speed in zip(self.budgets, self.values, self.speeds):
+        for K, value, speed in itertools.zip_longest(self.budgets, self.values, self.speeds):
             change = f"{value / full - 1:>+8.1%}" if full else f"{'n/a':>8}"
-            lines.append(f"{K:>4}  {value:>9.4f}  {change}  {speed:>9,.0f}{self.marks_at(K)}")
+            shown = f"  {speed:>9,.0f}" if self.speeds else ""
+            lines.append(f"{K:>4}  {value:>9.4f}  {change}{shown}{self.marks_at(K)}")
         return "\n".join([*lines, *filter(None, [self.time_note()])])

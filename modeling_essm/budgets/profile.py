@@ -118,7 +118,7 @@ class DeviceProfile:
         return {row.budget: row for row in sorted(rows, key=lambda row: row.budget)}
 
     def times(self, phase: str, batch_size: int) -> Times:
-        """Of those measurements, as curve.py compares them."""
+        """(median, least) milliseconds of those measurements by budget, as curve.py compares them."""
         return {K: (row.median_ms, row.min_ms) for K, row in self.at(phase, batch_size).items()}
 
 

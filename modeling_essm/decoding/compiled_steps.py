@@ -59,6 +59,8 @@ def compile_decoding(
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
+    if isinstance(budgets, (str, int)):
+        raise ValueError(f"budgets must be a list of budgets, got {budgets!r}")
     resolved = [model.config.resolve_budget(budget) for budget in budgets]
     if any(budget.rows is not None for budget in resolved):
         raise ValueError("a compiled step has one budget for all rows; rows of different budgets decode eagerly")

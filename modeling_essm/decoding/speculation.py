@@ -97,10 +97,13 @@ def speculate(draft_budget: SpectralBudget, draft_length: int | None = None) -> 
     return decode
 
 
+_REFUSED = ("output_scores", "output_logits", "output_hidden_states", "prefill_chunk_size")
+
+
 def _check(config: Any, model_kwargs: dict[str, Any]) -> None:
     """Raises ValueError for options of generate that speculative decoding cannot serve."""
     check_left_padding("draft_budget", model_kwargs.get("attention_mask"))
-    given = {name: getattr(config, name, None) for name in ("output_scores", "output_logits", "output_hidden_states")}
+    given = {name: getattr(config, name, None) for name in _REFUSED}
     given |= {"step_budgets": model_kwargs.get("step_budgets")}
     given |= {name: value for name in ("num_beams", "guidance_scale") if (value := getattr(config, name)) != 1}
     for name, value in given.items():

@@ -77,7 +77,7 @@ def load_cache(path: str | os.PathLike, model: Any) -> ESSMCache:
     if record["shape"] != (shape := model_shape(cache.config)):
         raise ValueError(f"{path} is of another model: {record['shape']}, and this one has {shape}")
     made_by, here = record["weights"], weights_checksum(model)
-    if None not in (made_by, here) and not same_weights(made_by, here):
+    if not same_weights(made_by, here):
         raise ValueError(f"{path} is of another model of this shape, with other weights")
     cache.set_states({name: tensors[name] for name in record["names"]})
     for layer, (state_budget, filled) in zip(cache.layers, record["layers"]):
@@ -87,7 +87,7 @@ def load_cache(path: str | os.PathLike, model: Any) -> ESSMCache:
 
 
 def _is_cache(path: str | os.PathLike) -> bool:
-    """Of this version or another, damaged or not; an empty file counts too."""
+    """Whether it is a cache's, of this version or another, damaged or not; an empty file counts too."""
     if not os.path.isfile(path):
         return False
     with open(path, "rb") as file:

@@ -83,8 +83,9 @@ class BudgetSchedule:
         """What that update runs on B rows of its batch, of which they are those from `first` on.
 
         Every budget runs on all rows, but in "rows" they share them out: row r has the (r mod n)th of n. In "family"
-        those above a quarter of the capacity and below it do, and the smaller ones together weigh a quarter of the full
-        one at first and, rising evenly in the logarithm, twice as much in the end. Weights times shares add up to 1.
+        those between a quarter of the capacity and the capacity share the rows out; all smaller ones together weigh a
+        quarter of the full one at first and, rising evenly in the logarithm, twice as much in the end. Weights times
+        shares add up to 1.
 
         Args:
             together: those that share the rows are one part, with a budget for each row: a pass at the largest of them,

@@ -252,6 +252,10 @@ def test_step_budgets_are_those_of_a_loop_by_hand():
     assert torch.equal(actual.sequences, tokens)
     assert actual.past_key_values.num_bytes == cache.num_bytes
     assert not torch.equal(tokens, generate(model, ids, spectral_budget=4))
+    model.generation_config.step_budgets = plan  # as a default, which a call's budget beats
+    assert torch.equal(generate(model, ids), tokens) and not torch.equal(
+        generate(model, ids, spectral_budget=4), tokens
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])

@@ -119,8 +119,20 @@ def cut(which: int, positions: slice, channels: int | None = None):
         (cut(1, slice(9)), None, "step", r"gates must have shape \(2, 10, K\), got \(2, 9, 8\)"),
         (cut(2, slice(None), 4), None, "chunked", r"channel_mixing must have at least 8 channels of input width 12"),
         (make_heads(1, 9, 2, G=5), None, "chunked", "gates of 5 groups need diagonal M_k of a width that they divide"),
+        (make_inputs(1, 10, 70), None, "chunked", rf"K must be in \[1, .*at filter_length {H}, got 70"),
+        (make_inputs(1, 0, 8), None, "chunked", r"u must hold floating-point numbers of one step or more, got"),
     ],
-    ids=["algorithm", "state", "rows of the state", "length", "length of steps", "channels", "groups"],
+    ids=[
+        "algorithm",
+        "state",
+        "rows of the state",
+        "length",
+        "length of steps",
+        "channels",
+        "groups",
+        "too many",
+        "none",
+    ],
 )
 def test_errors(tensors, x0, algorithm, message):
     with pytest.raises(ValueError, match=message):

@@ -2,6 +2,7 @@
 """The budget profile: what it chooses, its file, the model that it belongs to, and its curve."""
 
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -209,7 +210,7 @@ def test_casts_and_truncations_leave_a_model_what_it_is(block):
         assert weights_checksum(change(copy.deepcopy(model))) == weights
     cut = weights_checksum(copy.deepcopy(model).truncate([5, 3]))
     assert cut != weights and same_weights(cut, weights) and same_weights(weights, cut)
-    assert weights_checksum(copy.deepcopy(model).to("meta")) is None
+    assert weights_checksum(copy.deepcopy(model).to("meta")) is None and same_weights(weights, None)
 
 
 SMALL = {"num_hidden_layers": 1, "hidden_size": 2, "vocab_size": 3, "num_spectral_channels": 3, "gate_hidden_size": 6}
@@ -444,3 +445,5 @@ def test_the_table():
     assert "   6     0.7850     -1.9%          1  * sweet spot" in table
     assert table.splitlines()[0] == "   K   accuracy   vs full   tokens/s"
     assert "n/a" in curve((0.0,) * 5, True).table()
+    without = dataclasses.replace(curve((0.5, 0.71, 0.73, 0.785, 0.8), True, budgets=(2, 3, 4, 6, 8)), speeds=())
+    assert "   6     0.7850     -1.9%  * sweet spot" in without.table()

@@ -157,6 +157,7 @@ def test_sampling_draws_from_the_same_distribution():
         ({"draft_length": 0}, "draft_length must be None or an integer >= 1, got 0"),
         ({"guidance_scale": 2.0}, "combined with guidance_scale, got 2.0"),
         ({"step_budgets": [4]}, "combined with step_budgets"),
+        ({"prefill_chunk_size": 3}, "combined with prefill_chunk_size, got 3"),
         ({"prefix_allowed_tokens_fn": lambda row, ids: [row]}, "PrefixConstrainedLogitsProcessor knows rows by"),
         (
             {"watermarking_config": SYNTHID, "do_sample": True},
