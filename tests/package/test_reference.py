@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import random_ids, random_model
-from torch.autograd import forward_ad
 
 from modeling_essm import ESSMCache
 from modeling_essm.memory_essm import delta_rule
@@ -171,43 +170,14 @@ def test_long_sequences_stay_finite(g, beta):
 # --- The short convolution against torch's own
 
 
-def convolution(u, taps):
-    """F.conv1d of each channel by itself."""
-    return F.conv1d(u.mT, taps.T.unsqueeze(1), groups=u.shape[2]).mT
-
-
-def convolution_inputs(B, L, D, num_taps):
-    generator = torch.Generator().manual_seed(B + 10 * L + 100 * num_taps)
-    u = torch.randn(B, L + num_taps - 1, D, generator=generator, dtype=torch.float64)
-    taps = torch.randn(num_taps, D, generator=generator, dtype=torch.float64)
-    return u.requires_grad_(), taps.requires_grad_(), torch.randn(B, L, D, generator=generator, dtype=torch.float64)
-
-
 @pytest.mark.parametrize("frozen", [None, 0, 1], ids=["nothing", "u", "taps"])
 @pytest.mark.parametrize("shape", [(2, 9, 3, 4), (1, 1, 5, 4), (2, 7, 4, 1)], ids=str)
-def test_the_short_convolution_and_its_gradients(shape, frozen):
-    """Second ones too."""
-    *inputs, dy = convolution_inputs(*shape)
-    free = [tensor for i, tensor in enumerate(inputs) if i != frozen]
-    if frozen is not None:
-        inputs[frozen].requires_grad_(False)
-
-    def derivatives(function):
-        y = function(*inputs)
-        first = torch.autograd.grad(y, free, dy)
-        graph = torch.autograd.grad(function(*inputs).square(), free, dy, create_graph=True)
-        return y, *first, *graph, *torch.autograd.grad(sum(part.sum() for part in graph), free)
-
-    for actual, expected in zip(derivatives(short_convolution), derivatives(convolution), strict=True):
-        torch.testing.assert_close(actual, expected)
-
-
-def test_tangents_and_hessians_of_the_short_convolution():
-    u, taps, dy = convolution_inputs(2, 5, 3, 4)
-    tangent = torch.ones_like(taps)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(taps.detach(), tangent)
-        moved = forward_ad.unpack_dual(short_convolution(u.detach(), dual)).tangent
-    torch.testing.assert_close(moved, convolution(u, tangent))
-    hessian = torch.func.hessian(lambda t: (short_convolution(u, t) ** 2 * dy).sum())(taps)
-    torch.testing.assert_close(hessian, torch.func.hessian(lambda t: (convolution(u, t) ** 2 * dy).sum())(taps))
+def test_the_short_convolution_and_its_derivatives(shape, frozen):
+    """Its derivatives of first and second order, in both modes, are those of finite differences."""
+    (B, L, D, num_taps), generator = shape, torch.Generator().manual_seed(sum(shape))
+    u = torch.randn(B, L + num_taps - 1, D, generator=generator, dtype=torch.float64)
+    taps = torch.randn(num_taps, D, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(short_convolution(u, taps), F.conv1d(u.mT, taps.T.unsqueeze(1), groups=D).mT)
+    inputs = [tensor.requires_grad_(i != frozen) for i, tensor in enumerate((u, taps))]
+    assert torch.autograd.gradcheck(short_convolution, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(short_convolution, inputs, check_fwd_over_rev=True)

@@ -96,8 +96,8 @@ def paired(
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest, as benchmarks store a measured quantity."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    """Median, smallest and largest and of how many rounds, as benchmarks store a measured quantity."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": len(values)}
 
 
 def ratio(a: Sequence[float], b: Sequence[float]) -> dict[str, float]:
