@@ -38,8 +38,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--steps", type=int, default=64, help="decoded tokens of one sample")
     args = p.parse_args(argv)
     steps, max_blocks = (4, 2) if args.quick else (args.steps, args.max_blocks)
-    device, report = common.start("quantization", args, config=common.name_of(args.model), threads=1, steps=steps)
     held_out = open_text(args.text_files, ByteEncoder(), args.block_size, max_blocks)
+    settings = {"config": common.name_of(args.model), "threads": 1, "steps": steps, "text": held_out.description}
+    device, report = common.start("quantization", args, **settings)
     tokens = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0)).to(device)
     int8 = {"dtype": torch.float32, "quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
     formats = {"fp32": {"dtype": torch.float32}, "bf16": {"dtype": torch.bfloat16}, "int8": int8}

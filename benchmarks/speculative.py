@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     capacity = model.config.num_spectral_channels
     settings = {"parameters": model.num_parameters(), "layers": model.config.num_hidden_layers, "capacity": capacity}
     config = common.name_of(Path(args.model)) if args.model else model.config.block
-    settings |= {"config": config, "trained": bool(args.model), "tokens": args.tokens}
+    settings |= {"config": config, "trained": bool(args.model), "prompt": args.prompt, "tokens": args.tokens}
     device, report = common.start("speculative", args, **settings)
     model.eval().to(device, common.dtype_of(device))
     ids = torch.tensor([list(args.prompt.encode())], device=device)
