@@ -212,6 +212,11 @@ def test_wrong_arguments_of_a_classifier_are_refused(changes, message):
         ClassificationArguments(**{"train_file": ["a.jsonl"]} | changes)
 
 
+def test_a_typing_error_is_named_before_what_is_missing():
+    with pytest.raises(ValueError, match="unknown argument --text_file; nearest: --text_files"):
+        parse_arguments(AnalyzeArguments, ["--model", "x", "--text_file=y", "--output-dir", "z"])
+
+
 LEAST = {  # of every command, arguments that it needs
     CLMArguments: {},
     ClassificationArguments: {"train_file": ["x"], "text_column": "text"},

@@ -4,6 +4,7 @@
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub.errors import HFValidationError
 from torch.distributed import DistBackendError
 
 from essm_train import console
@@ -24,6 +25,10 @@ def fail(error: BaseException):
         (FloatingPointError("update 3: loss is nan"), "error: update 3: loss is nan\n"),
         (FileNotFoundError("no such file"), "error: no such file\n"),
         (ValueError(), "error: ValueError\n"),
+        (
+            HFValidationError("Repo id: 'a/b/c'"),
+            "error: there is no such folder, and no such name on the Hub: Repo id: ",
+        ),
         (Failed("the run ended with 1"), "error: the run ended with 1\n"),
         (ModuleNotFoundError("No module named 'x'", name="x"), "error: x is not installed, this command needs pip"),
         (RuntimeError("[x/gloo/y.cc:1] Connection closed"), "error: lost another process of this run: [x/gloo/y.cc:1]"),

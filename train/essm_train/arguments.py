@@ -443,6 +443,9 @@ def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None, pos
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
+            for word in argv or ():  # a typing error explains what is missing
+                if word.startswith("--") and _name_of(word) not in _names(cls):
+                    _refuse(cls, word)
             raise ValueError(message)
 
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -463,9 +466,13 @@ def parse_arguments(cls: type[Arguments], argv: Sequence[str] | None = None, pos
     return cls(**given)
 
 
+def _name_of(word: str) -> str:
+    return word.lstrip("-").partition("=")[0].replace("-", "_")
+
+
 def _refuse(cls: type, word: str) -> NoReturn:
     """Raises ValueError for a word of the command line that is no argument, and names the one that may be meant."""
-    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    name = _name_of(word)
     if not word.startswith("--"):
         raise ValueError(f"unexpected {word!r}; arguments are like --name value")
     if issubclass(cls, ModelArguments) and name in {**cls.kinds_of(AR_STU), **config_fields(DIAGONAL)}:

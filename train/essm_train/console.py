@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
 
 # Before torch: threads that wait spin for microseconds, then sleep.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -68,6 +68,8 @@ def run_script(main: Callable[[], object]) -> None:
         if sys.flags.dev_mode or (isinstance(error, RuntimeError) and not (lost or isinstance(error, Failed))):
             raise
         text = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error.__cause__ or error, HFValidationError):  # the library's OSError names it as its cause
+            text = f"there is no such folder, and no such name on the Hub: {text}"
         _end(f"lost another process of this run: {text}" if lost and not isinstance(error, ConnectionError) else text)
 
 
