@@ -142,7 +142,7 @@ def draw(results: dict[str, Any], delays: dict[str, list[str]], filter_length: i
             style: dict[str, Any] = {"color": f"C{i}", "markersize": 3.5, "label": f"{exact[name]['tau']}"}
             axes.plot(list(errors), list(errors.values()), "o-", **style)
         axes.set(title=f"noise: {kind}", xlabel="budget K", ylabel="squared error / variance")
-        axes.set(xscale="log", yscale="log", ylim=(1e-4, 4))
+        axes.set(xscale="log", yscale="log", ylim=(1e-5, 4))
         title = "delay, trained (dotted: linear read-out)"
         axes.legend(title=title, fontsize=8, title_fontsize=8, ncols=5, loc="lower left")
     for axes in panels[:3]:
