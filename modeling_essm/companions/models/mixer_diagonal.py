@@ -290,7 +290,7 @@ class LRUMixer(MIMOMixer):
 
     def _parameters_of(self, lam: Tensor, B: Tensor, C: Tensor) -> dict[str, Tensor]:
         lam = inside_the_circle(lam)
-        modulus, phase = lam.abs(), lam.angle().remainder(2 * math.pi).clamp(min=1e-8)
+        modulus, phase = lam.abs(), lam.angle().remainder(2 * math.pi).clamp(min=1e-30)
         gamma_log = 0.5 * torch.log1p(-(modulus**2))
         return {
             "nu_log": (-modulus.log()).log(),

@@ -82,7 +82,11 @@ class DiagonalSSMPreTrainedModel(PreTrainedModel):
         return [module for module in self.modules() if isinstance(module, DiagonalMixer)]
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers; the configuration tells the sizes that the mixers have now."""
+        """As in transformers; the configuration tells the sizes that the mixers have now. Raises ValueError for a mixer
+        that several layers share, which a checkpoint cannot hold."""
+        if len(self.mixers) != self.config.num_hidden_layers:
+            what = f"{len(self.mixers)} mixers, the model has {self.config.num_hidden_layers} layers"
+            raise ValueError(f"each layer needs a mixer of its own to be saved, got {what}")
         self.config.state_sizes = [mixer.state_size for mixer in self.mixers]
         super().save_pretrained(*args, **kwargs)
 

@@ -10,6 +10,7 @@ Letters: B batch, L sequence, F input features, d width of the latent, K depth.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -216,6 +217,8 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         cap = config.max_refine_depth if max_refine_depth is None else max_refine_depth
         if type(cap) is not int or not 0 <= cap <= config.max_refine_depth:
             raise ValueError(f"max_refine_depth must be an integer in [0, {config.max_refine_depth}], got {cap!r}")
+        if not isinstance(gate_threshold_shift, (int, float)) or math.isnan(gate_threshold_shift):
+            raise ValueError(f"gate_threshold_shift must be a number, got {gate_threshold_shift!r}")
         forced = _read_depths(refine_depth, config.max_refine_depth, B, L, input_features.device)
         if spectral_budget is not None and not self.source.has_spectral_budget:
             raise ValueError(f"spectral_budget needs a backbone that has one, got {spectral_budget!r}")
@@ -267,6 +270,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         if past is not None:
             own = type(past).__name__ if hasattr(past, "initial_history") else ""
             made_for["history_length"] = f"of {own}" if own else config.history_length
+            made_for["readout_size"] = config.readout_size
         return made_for
 
     def _begin(

@@ -112,7 +112,7 @@ def allocate(
     """
     if [amount, total, threshold].count(None) != 2:
         raise ValueError(f"give exactly one of amount, total and threshold, got {amount}, {total} and {threshold}")
-    if threshold is not None and (scope != "global" or not math.isfinite(threshold)):
+    if threshold is not None and (scope != "global" or isinstance(threshold, bool) or not math.isfinite(threshold)):
         raise ValueError(f'threshold must be a finite number, with scope="global", got {threshold} and {scope!r}')
     if scope not in SCOPES:
         raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {scope!r}")
@@ -128,7 +128,7 @@ def allocate(
     if threshold is not None:
         total = sum(max(low, int((values >= threshold).sum())) for low, values in zip(least, scores))
     elif total is None:
-        if amount is None or not 0 <= amount <= 1:
+        if not isinstance(amount, (int, float)) or isinstance(amount, bool) or not 0 <= amount <= 1:
             raise ValueError(f"amount must be the share of modes to prune, a number in [0, 1], got {amount!r}")
         total = max(sum(least), units - round(amount * units))
     elif type(total) is not int or not sum(least) <= total <= units:

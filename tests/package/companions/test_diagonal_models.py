@@ -324,6 +324,13 @@ def test_batch_norm_counts_real_positions():
 # --- Saving and loading
 
 
+def test_a_mixer_that_layers_share_is_not_saved(tmp_path):
+    model = diagonal_model("s5")
+    model.model.layers[1].mixer = model.model.layers[0].mixer
+    with pytest.raises(ValueError, match="a mixer of its own to be saved, got 2 mixers, the model has 3 layers"):
+        model.save_pretrained(tmp_path)
+
+
 AUTO = {
     DiagonalSSMModel: AutoModel,
     DiagonalSSMForCausalLM: AutoModelForCausalLM,

@@ -1,6 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The model: its backbone at depth 0, streams, counts, masks, objectives, and what is saved."""
 
+import math
+
 import pytest
 import torch
 from accelerate.utils import convert_outputs_to_fp32
@@ -242,6 +244,7 @@ def test_bad_calls():
         ({"refine_depth": 4}, r"refine_depth must be integers in \[0, 3\], got 4"),
         ({"refine_depth": 1.0}, r"refine_depth must be integers"),
         ({"refine_depth": torch.ones(3, dtype=torch.long)}, r"refine_depth must have shape \(\), \(2,\) or \(2, 3\)"),
+        ({"gate_threshold_shift": math.nan}, "gate_threshold_shift must be a number, got nan"),
         ({"max_refine_depth": 4}, r"max_refine_depth must be an integer in \[0, 3\], got 4"),
         ({"spectral_budget": 3}, "spectral_budget needs a backbone that has one, got 3"),
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask must have shape \(2, 3\)"),

@@ -102,6 +102,8 @@ def test_bad_arguments():
         (dict(amount=0.5, total=3), "exactly one of"),
         (dict(amount=1.5), r"amount must be .* in \[0, 1\], got 1.5"),
         (dict(amount=float("nan")), "amount must be"),
+        (dict(amount=True), "amount must be .* got True"),
+        (dict(threshold=True), "threshold must be a finite number, .* got True"),
         (dict(total=1), r"total must be an integer in \[2, 5\], got 1"),
         (dict(total=6), r"total must be an integer in \[2, 5\], got 6"),
         (dict(total=2.0), "total must be an integer"),
