@@ -120,6 +120,7 @@ def test_broken_argument_files_are_refused(content, reason, tmp_path):
         (["--architecture", "diagonal_ssm", "--config_overrides", "gating=none"], "gating is no field"),
         (["--block_size", "2000"], r"block_size must be in \[2, filter_length = 1024\], got 2000"),
         (["--validation_blocks", "3", "--sweep_blocks", "2"], "must be at most sweep_blocks = 2, got 3"),
+        (["--architecture", "diagonal_ssm", "--block_size", "1"], "block_size must be at least 2, got 1"),
         (["--validation_file", "x"], "validation_file needs train_file or dataset_name"),
         (["--dataset_config_name", "x"], "dataset_config_name needs dataset_name"),
     ],

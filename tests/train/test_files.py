@@ -56,8 +56,9 @@ def test_a_folder_is_set_aside(tmp_path):
     for name in ("run", "damaged-run"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    set_aside(tmp_path / "run", "damaged-run")
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["damaged-run", "damaged-run/run"]
+    assert set_aside(tmp_path / "run", "damaged-run") == "damaged-run-1"
+    left = {"damaged-run": "damaged-run", "damaged-run-1": "run"}  # what had that name stays
+    assert {path.name: next(path.iterdir()).name for path in tmp_path.iterdir()} == left
 
 
 @REPLACING

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import secrets
@@ -181,11 +182,12 @@ def publish(temporary: Path, path: Path) -> None:
         _remove(aside)
 
 
-def set_aside(path: Path, name: str) -> None:
-    """Give a folder another name; what had that name before is deleted."""
-    aside = path.with_name(name)
-    _remove(aside)
-    os.replace(path, aside)
+def set_aside(path: Path, name: str) -> str:
+    """Give a folder another name, with the first number where it is taken; the name."""
+    names = (f"{name}-{n}" if n else name for n in itertools.count())
+    free = next(each for each in names if not os.path.lexists(path.with_name(each)))
+    os.replace(path, path.with_name(free))
+    return free
 
 
 def delete(path: Path) -> None:

@@ -192,6 +192,7 @@ def test_a_run_goes_back_to_the_checkpoint_that_is_asked_for(arguments, finished
     codes, log = train_apart([*order, "--resume_from_checkpoint", str(first)], tmp_path, ("kill_at_update", 7))
     assert codes == KILLED, log
     assert list_checkpoints(tmp_path / "run") == [first] and (tmp_path / "run" / f"later-{last.name}").is_dir()
+    assert (tmp_path / "run" / f"later-{last.name}-1").is_dir()  # what was later the first time stays
     train(order)
     assert same(tmp_path / "run", finished)
 
@@ -286,15 +287,18 @@ def test_a_finished_model_keeps_what_was_added_to_it(arguments, tmp_path, capsys
     train(arguments(tmp_path))
     profile = tmp_path / "model" / "budget_profile.json"
     profile.write_text("{}")
+    record = json.loads((tmp_path / "training.json").read_text())
+    (tmp_path / "training.json").write_text(json.dumps(record | {"hardware": "of the training"}))
     train(arguments(tmp_path))
+    assert json.loads((tmp_path / "training.json").read_text())["hardware"] == "of the training"
     assert "kept" in capsys.readouterr().out and profile.read_text() == "{}"
     train(arguments(tmp_path, load_best_model_at_end=True))  # other weights, of which it says nothing
-    assert f"{tmp_path / 'model'} as it was is now earlier-model-1" in capsys.readouterr().out
+    assert f"{tmp_path / 'model'} as it was is now earlier-model\n" in capsys.readouterr().out
     assert not profile.exists()
     profile.write_text("later")
     train([*arguments(tmp_path, max_steps=9, load_best_model_at_end=True), "--extend"])
     assert not profile.exists()
-    earlier = [tmp_path / f"earlier-model-{n}" / profile.name for n in (1, 2)]
+    earlier = [tmp_path / name / profile.name for name in ("earlier-model", "earlier-model-1")]
     assert [path.read_text() for path in earlier] == ["{}", "later"]
 
 

@@ -90,6 +90,7 @@ class CLMArguments(DataArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, "validation_blocks", "sweep_blocks")
+        check_at_least(self, 2, "block_size")
         if self.validation_blocks > self.sweep_blocks:
             raise ValueError(
                 f"validation_blocks must be at most sweep_blocks = {self.sweep_blocks}, got {self.validation_blocks}"

@@ -27,6 +27,8 @@ CHOICES = {
     "format": tuple(PACKAGES),
     "method": METHODS,
     "scope": ("global", "uniform"),
+    "granularity": ("mode", "mode_index"),
+    "bidirectional": ("paper", "exact", "released"),
 }
 
 
@@ -145,7 +147,7 @@ class PruneArguments:
             refuse({f"give {one} or {other}, got {values[0]} and {values[1]}": values.count(None) != 1})
         check_within(self, "(0, 1)", "amount")
         check_within(self, "[0.001, 0.5]", "step")
-        check_choices(self, "method", "scope")
+        check_choices(self, "method", "scope", "granularity", "bidirectional")
         check_at_least(self, 0, "max_loss", "seed")
         check_at_least(self, 1, "horizon", "max_blocks")
         check_at_least(self, 2, "block_size")

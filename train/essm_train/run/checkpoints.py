@@ -313,8 +313,8 @@ def find_run(accelerator: Accelerator, args: RunArguments, identity: dict[str, A
     if accelerator.is_main_process:
         for path, damage in passed.items():
             what, name = (f"damaged: {damage}", DAMAGED + path.name) if damage else ("later", LATER + path.name)
+            name = set_aside(path, name)
             say(accelerator, f"{path} is {what}; now {name}, and the run goes on from {checkpoint}")
-            set_aside(path, name)
         prune_checkpoints(output_dir, args.save_total_limit)  # one more stays where a run was killed before it did
     accelerator.wait_for_everyone()
     return checkpoint

@@ -13,15 +13,13 @@ The best model has the best mean of the validation metric over `eval_budgets`; t
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
-import os
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,12 +128,16 @@ def train_and_sweep(accelerator: Accelerator, args: ModelArguments, task: Task) 
     say(accelerator, f"{parameters:,} parameters{kind} on {machine}; {task.description}")
     run = _Run(accelerator, args, task)
     finished_before = run.resume()
+    ran_on = hardware(accelerator)
+    if finished_before:  # on another machine, maybe
+        with suppress(OSError, ValueError, LookupError):
+            ran_on = json.loads((output_dir / "training.json").read_text(encoding="utf-8"))["hardware"]
     run.perform_updates()
     run.keep_model(finished_before)
     if accelerator.is_main_process:
         record = run.record() | {"script": task.script, "data": task.description, "parameters": parameters}
         record |= {"schedule": run.schedule.name, "digests": task.identity, "arguments": dataclasses.asdict(args)}
-        write_json(output_dir / "training.json", record | {"hardware": hardware(accelerator)})
+        write_json(output_dir / "training.json", record | {"hardware": ran_on})
 
     folder = output_dir / "model"
     with accelerator.local_main_process_first():
@@ -513,10 +515,7 @@ class _Run:
         """The model of a run that had ended, to which its user may have added; one that was killed left no record."""
         record = self.output_dir / "training.json"
         if record.exists() and folder.exists():
-            names = (f"earlier-{folder.name}-{n}" for n in itertools.count(1))
-            name = next(name for name in names if not os.path.lexists(folder.with_name(name)))
-            set_aside(folder, name)
-            say(self.accelerator, f"{folder} as it was is now {name}")
+            say(self.accelerator, f"{folder} as it was is now {set_aside(folder, f'earlier-{folder.name}')}")
         record.unlink(missing_ok=True)
 
     def _is_saved(self, folder: Path) -> bool:
