@@ -442,6 +442,23 @@ def test_no_memory_to_take_out_a_row_ends_what_runs_and_nothing_else(guarded, he
     guarded.complete()
 
 
+def test_a_client_that_leaves_the_queue_is_never_served(guarded, held):
+    there, go = held(1)
+    first = guarded.connect({"prompt": "abc", "max_tokens": 1})
+    assert there.wait(60)
+    waiting = guarded.connect({"prompt": "abcdefg", "max_tokens": 1})
+    while len(guarded.tickets) < 2:
+        time.sleep(0.01)
+    *_, ticket = guarded.tickets.values()
+    waiting.close()
+    assert ticket.gone.wait(60)
+    go.set()
+    assert first.getresponse().status == 200
+    first.close()
+    guarded.complete(prompt="abcd", max_tokens=1)
+    assert held.seen == [3, 4]
+
+
 def test_beyond_the_queue_requests_are_sent_away(guarded, held, monkeypatch):
     monkeypatch.setattr(guarded, "limits", dataclasses.replace(guarded.limits, requests=1))
     there, go = held(1)
