@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import shutil
 import statistics
 from types import SimpleNamespace
 
@@ -19,10 +20,10 @@ from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import load_classification
 from essm_train.data.tokens import ByteEncoder
-from essm_train.measure import pruning
+from essm_train.measure import evaluation, pruning
 from essm_train.measure.evaluation import Evaluation, evaluate_models, load_for, open_task, open_text
 from essm_train.measure.scoring import ACCURACY, BITS_PER_BYTE, HeldOut, hold_out_samples
-from modeling_essm import ESSMForSequenceClassification
+from modeling_essm import ESSMForSequenceClassification, build_byte_tokenizer
 from modeling_essm.budgets.curve import BudgetCurve
 
 
@@ -46,7 +47,7 @@ def test_seeds_are_summarised():
     assert (better.sweet_spot, better.collapse_boundary) == (4, 4)
 
 
-def test_language_models_are_evaluated_at_every_budget(tmp_path):
+def test_language_models_are_evaluated_at_every_budget(tmp_path, monkeypatch):
     folders = [str(tmp_path / f"seed{seed}") for seed in (0, 1)]
     for seed, folder in enumerate(folders):
         random_model(seed=seed).save_pretrained(folder)
@@ -69,9 +70,19 @@ def test_language_models_are_evaluated_at_every_budget(tmp_path):
     nested.save_pretrained(tmp_path / "nested")
     sizes = evaluate_models([str(tmp_path / "nested")], data, (1, 4)).active_parameters
     assert sizes == tuple(nested.truncate(K).num_parameters() for K in (1, 4, 8)) and sizes[0] < sizes[1] < sizes[2]
+    sweeps = []
+    monkeypatch.setattr(evaluation, "sweep_budgets", sweeps.append)
     random_model(num_spectral_channels=8).save_pretrained(tmp_path / "small")
-    with pytest.raises(ValueError, match="capacity 8"):
-        evaluate_models([folders[0], str(tmp_path / "small")], data, (2, 8))
+    random_model().save_pretrained(tmp_path / "words")
+    build_byte_tokenizer().save_pretrained(tmp_path / "words")
+    others = {
+        "small": "capacity 8, and .*seed0 32",
+        "words": r"tokenizer\.json of SHA-256 [0-9a-f]{64}, and .*seed0 None",
+    }
+    for name, message in others.items():
+        with pytest.raises(ValueError, match=f"{name} has the {message}"):
+            evaluate_models([folders[0], str(tmp_path / name)], data, (2, 8))
+    assert not sweeps  # before the first one
 
 
 def test_classifiers_are_evaluated_on_the_test_split(tmp_path):
@@ -125,8 +136,13 @@ def test_classes_have_the_models_order(tmp_path):
     assert inputs["input_features"].tolist() == [[[-0.75]]] * 3
     model.config.id2label = {0: "a", 1: "b", 2: "c"}
     model.save_pretrained(tmp_path / "other")
+    shutil.copy(tmp_path / "model" / "features.json", tmp_path / "other" / "features.json")
     with pytest.raises(ValueError, match=r"other has the classes \['a', 'b', 'c'\], and .*model \['c', 'b', 'a'\]"):
         evaluate_models([str(tmp_path / name) for name in ("model", "other")], held_out, (32,))
+    shutil.copytree(tmp_path / "model", tmp_path / "scaled")
+    (tmp_path / "scaled" / "features.json").write_text(json.dumps(record | {"multiplier": 1.0}))
+    with pytest.raises(ValueError, match=r"scaled has the features\.json .*1\.0"):
+        evaluate_models([str(tmp_path / name) for name in ("model", "scaled")], held_out, (32,))
 
 
 def test_a_task_is_opened_by_its_name(tmp_path):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from essm_train.data.classification import load_classification, record_of, unnamed_labels
 from essm_train.data.documents import describe_files
 from essm_train.data.text import load_text, read_blocks
-from essm_train.data.tokens import ByteEncoder, Encoder, encoder_beside
+from essm_train.data.tokens import ByteEncoder, Encoder, encoder_beside, file_of
+from essm_train.files import sha256_of
 from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.scoring import HeldOut, hold_out_blocks, hold_out_samples
 from essm_train.measure.timing import peak_memory
@@ -155,26 +157,42 @@ def load_for(held_out: HeldOut, folder: str, trust_remote_code: bool = False) ->
     return model.eval()
 
 
+def _check_alike(configs: Mapping[str, PreTrainedConfig]) -> None:
+    """Saved models must be seeds of one experiment: the data is read as the first of them says."""
+    expected: dict[str, Any] = {}
+    for folder, config in configs.items():
+        tokenizer = file_of(folder, "tokenizer.json")
+        found = {
+            "capacity": getattr(config, "num_spectral_channels", 1),
+            "trained_budgets": getattr(config, "trained_budgets", None),  # of which the smallest one is measured
+            "number of classes": config.num_labels,
+            "classes": _classes(folder),
+            "features.json": record_of(folder),
+            "tokenizer.json of SHA-256": tokenizer and sha256_of(Path(tokenizer)),
+        }
+        for name, value in found.items():
+            if value != expected.setdefault(name, value):
+                raise ValueError(f"{folder} has the {name} {value}, and {next(iter(configs))} {expected[name]}")
+
+
 def evaluate_models(
     folders: Sequence[str], held_out: HeldOut, budgets: Sequence[int] | None = None, trust_remote_code: bool = False
 ) -> Evaluation:
     """Sweep every model; memory and active parameters of the first.
 
     Raises:
-        ValueError: models of different capacity or classes, and as `load_for`.
+        ValueError: models of different capacity or classes, or that read data in different ways, and as `load_for`.
     """
+    if len(folders) > 1:  # all of them, before the first sweep
+        _check_alike({folder: load_for(held_out, folder, trust_remote_code).config for folder in folders})
     sweeps: list[BudgetCurve] = []
     peaks, active = [], []
     for folder in folders:
         model = load_for(held_out, folder, trust_remote_code)
-        if (classes := _classes(folder)) != _classes(folders[0]):
-            raise ValueError(f"{folder} has the classes {classes}, and {folders[0]} {_classes(folders[0])}")
         if torch.accelerator.is_available():
             model.to(torch.accelerator.current_accelerator())
         capacity = capacity_of(model)
         wanted = budgets_to_measure(model, budgets)
-        if sweeps and wanted != sweeps[0].budgets:
-            raise ValueError(f"{folder} has capacity {capacity}, and {folders[0]} {sweeps[0].budgets[-1]}")
         batch = {name: value.to(model.device) for name, value in held_out.inputs.items()}
         for K in wanted if not sweeps else ():
             with torch.no_grad():
