@@ -31,21 +31,21 @@ def naive_scan(lam: Tensor, v: Tensor, x0: Tensor | None = None) -> Tensor:
     return torch.stack(states, 1)
 
 
-def parallel_scan(lam: Tensor, v: Tensor, x0: Tensor | None = None, chunk: int = CHUNK) -> Tensor:
-    """The same by matrix products in chunks of `chunk` >= 2 steps; arguments and result as of `naive_scan`."""
-    L, M = v.shape[1], lam.shape
-    T = min(chunk, L)
-    powers = powers_of(lam.flatten(), T + 1)  # (T + 1, m)
-    u = F.pad(v.flatten(2), (0, 0, 0, -L % T)).unflatten(1, (-1, T))  # (B, c, T, m)
-    columns = u.permute(3, 2, 0, 1).flatten(2)  # (m, T, B c)
-    inside = (toeplitz(powers[:T].T) @ columns).unflatten(2, u.shape[:2]).permute(2, 3, 1, 0)  # (B, c, T, m)
-    before = torch.zeros_like(inside[:, :1, 0]) if x0 is None else x0.flatten(1)[:, None]
+def parallel_scan(lam: Tensor, v: Tensor, x0: Tensor | None = None) -> Tensor:
+    """The same for M = (n,), by matrix products in chunks; arguments and result as of `naive_scan`."""
+    L = v.shape[1]
+    T = min(CHUNK, L)
+    powers = powers_of(lam, T + 1)  # (T + 1, n)
+    u = F.pad(v, (0, 0, 0, -L % T)).unflatten(1, (-1, T))  # (B, c, T, n)
+    columns = u.permute(3, 2, 0, 1).flatten(2)  # (n, T, B c)
+    inside = (toeplitz(powers[:T].T) @ columns).unflatten(2, u.shape[:2]).permute(2, 3, 1, 0)  # (B, c, T, n)
+    before = torch.zeros_like(inside[:, :1, 0]) if x0 is None else x0[:, None]
     if u.shape[1] > 1:
-        ends = parallel_scan(powers[T], inside[:, :, -1], None if x0 is None else x0.flatten(1), chunk)
-        before = torch.cat([before, ends[:, :-1]], 1)  # (B, c, m): the state when each chunk begins
+        ends = parallel_scan(powers[T], inside[:, :, -1], x0)
+        before = torch.cat([before, ends[:, :-1]], 1)  # (B, c, n): the state when each chunk begins
     elif x0 is None:
-        return inside[:, 0].unflatten(2, M)
-    return (inside + powers[1:] * before[:, :, None]).flatten(1, 2)[:, :L].unflatten(2, M)
+        return inside[:, 0]
+    return (inside + powers[1:] * before[:, :, None]).flatten(1, 2)[:, :L]
 
 
 def naive_of_channels(lam: Tensor, B: Tensor, C: Tensor, u: Tensor, x0: Tensor | None = None) -> tuple[Tensor, Tensor]:
