@@ -87,19 +87,19 @@ def _bounds(block: DiagonalSystem) -> dict[str, float]:
 
 
 @torch.no_grad()
-def hinf_norm(system: DiagonalSystem, modes: Tensor | None = None, points: int = 512) -> float:
+def hinf_norm(system: DiagonalSystem, modes: Tensor | None = None) -> float:
     """Largest gain of a layer's modes (bool like lam; None: all) over all frequencies, on a grid: a lower estimate.
 
     Raises ValueError for modes on or outside of the unit circle, whose gain has no bound.
 
-    Beside `points` uniform frequencies the grid has 65 around every pole and its conjugate, between 1e-3 and 1e3
+    Beside 512 uniform frequencies the grid has 65 around every pole and its conjugate, between 1e-3 and 1e3
     half-widths 1 - |lam| of its resonance.
     """
     wanted = system.there if modes is None else modes & system.there
     check_stable(replace(system, present=wanted), "hinf_norm")
     largest = 0.0
     for block in _blocks(system, wanted):
-        for omega in _grid(block.lam, points).split(1024):
+        for omega in _grid(block.lam).split(1024):
             G = _response(omega, block)
             if system.output != "complex":  # the real map's, from the conjugate's at the opposite frequency
                 G = (G + _response(-omega, block).conj()) * (OUTPUTS[system.output] / 2)
@@ -107,8 +107,8 @@ def hinf_norm(system: DiagonalSystem, modes: Tensor | None = None, points: int =
     return largest
 
 
-def _grid(lam: Tensor, points: int) -> Tensor:
-    uniform = torch.arange(points, dtype=torch.float64) * (2 * math.pi / points)
+def _grid(lam: Tensor) -> Tensor:
+    uniform = torch.arange(512, dtype=torch.float64) * (2 * math.pi / 512)
     steps = torch.logspace(-3, 3, 32, dtype=torch.float64)
     steps = torch.cat([-steps, torch.zeros(1, dtype=torch.float64), steps])
     near = (lam.angle()[:, None] + (1 - lam.abs())[:, None] * steps).flatten()
