@@ -6,7 +6,12 @@ import math
 import torch
 from torch import nn
 
-from modeling_essm.companions import DiagonalSSMConfig, DiagonalSSMForCausalLM, DiagonalSSMForSequenceClassification
+from modeling_essm.companions import (
+    DiagonalSSMConfig,
+    DiagonalSSMForCausalLM,
+    DiagonalSSMForSequenceClassification,
+    hinf_norm,
+)
 from modeling_essm.companions.systems import DiagonalSystem
 from modeling_essm.companions.truncation.training import InTrainingTruncation
 
@@ -36,35 +41,17 @@ def ids_of(*shape, seed=0):
 
 
 def impulse_response(lam, B, C, lags):
-    """C A^k B, k = 0..lags-1: (lags, q, p), of lam (n,) or a dense A (n, n)."""
-    A = torch.diag(lam) if lam.ndim == 1 else lam
+    """C lam^k B, k = 0..lags-1: (lags, q, p), of lam (n,)."""
     terms = [B]
     for _ in range(lags - 1):
-        terms.append(A @ terms[-1])
+        terms.append(lam[:, None] * terms[-1])
     return torch.stack([C @ term for term in terms])
 
 
-def frequency_response(system, points=2000):
-    """The map from real inputs to outputs at e^{jw}, (points, q, p); of two directions, which a (2, q, n) C has, the
-    sum of the one forward in time and the one backward. For a system of lam (n,)."""
-    w = torch.cat([torch.linspace(0, 2 * math.pi, points, dtype=torch.float64), system.lam.angle()])
-
-    def transfer(C, w):
-        shift = torch.polar(torch.ones_like(w), -w)  # z^-1
-        G = torch.einsum("qn,wn,np->wqp", C, 1 / (1 - shift[:, None] * system.lam), system.B)
-        mirrored = torch.einsum("qn,wn,np->wqp", C, 1 / (1 - shift.conj()[:, None] * system.lam), system.B).conj()
-        return {"complex": G, "real": (G + mirrored) / 2, "twice_real": G + mirrored}[system.output]
-
-    return transfer(system.C, w) if system.C.ndim == 2 else transfer(system.C[0], w) + transfer(system.C[1], -w)
-
-
-def error_norm(system, other, points=2000):
-    """The largest singular value, on a grid, of the difference of two frequency responses."""
-    whole = DiagonalSystem(
-        torch.cat([system.lam, other.lam]), torch.cat([system.B, other.B]), torch.cat([system.C, -other.C], -1),
-        system.output,
-    )  # fmt: skip
-    return float(torch.linalg.matrix_norm(frequency_response(whole, points), ord=2).max())
+def error_norm(system, other):
+    """The largest gain of the difference of two systems of lam (n,)."""
+    lam, B = torch.cat([system.lam, other.lam]), torch.cat([system.B, other.B])
+    return hinf_norm(DiagonalSystem(lam, B, torch.cat([system.C, -other.C], -1), system.output))
 
 
 def regression(*sizes, seed=0):
