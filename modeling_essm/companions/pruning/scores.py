@@ -84,7 +84,7 @@ def energy(system: DiagonalSystem, bidirectional: str = "paper", horizon: int | 
     if not (system.bidirectional and bidirectional == "exact"):
         return _output_energy(system, bidirectional) * b * decay
     first, second = system.directions
-    both = sum(_output_dot(system, C.conj(), C).real.sqrt().square() for C in system.directions) * decay
+    both = 2 * _output_energy(system, "paper") * decay
     return ((both + 2 * _output_dot(system, first.conj(), second).real) * b).clamp(min=0)
 
 
