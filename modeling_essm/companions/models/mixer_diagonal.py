@@ -34,9 +34,6 @@ LARGEST_REAL_PART = -1e-4  # of S5's eigenvalues with clip_eigs, as in its autho
 SHORT, SHORT_OF_CHANNELS = 8, 2
 
 
-LTI = tuple[Tensor, Tensor, Tensor, str, "Tensor | None"]
-
-
 class DiagonalMixer(nn.Module):
     """What the parameterizations share. Their weights are made by `reset_parameters`; those that were loaded stay.
 
@@ -132,7 +129,7 @@ class DiagonalMixer(nn.Module):
         return y, last + power_of_rows(lam, lengths) * x0
 
     @torch.no_grad()
-    def lti(self) -> LTI:
+    def lti(self) -> tuple[Tensor, Tensor, Tensor, str, Tensor | None]:
         """The fields of `DiagonalSystem`, in its order: the modes, with step or normalisation inside B, in complex128.
         D is not part of them."""
         present = self.present.clone() if self.siso and not bool(self.present.all()) else None
