@@ -9,9 +9,7 @@ import pytest
 import torch
 from companion_layers import Recurrence, RecurrenceAdapter, Stack
 from helpers import BLOCKS, random_model
-from parallel_run import on_ranks
 from recurrences import diagonal_model, ids_of, random_system
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from modeling_essm.companions import (
@@ -283,39 +281,6 @@ def test_a_whole_layer_goes(name):
     masked = logits(model)
     assert remove(model)[1] == 0
     torch.testing.assert_close(logits(model), masked, rtol=1e-6, atol=2e-6 * float(masked.abs().max()))
-
-
-# --- Training goes on
-
-
-def train(model, optimizer, steps, ids):
-    for _ in range(steps):
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def adamw(model):
-    return torch.optim.AdamW(model.parameters(), 1e-2)
-
-
-def pruned_under_a_wrapper(group):
-    """Weights after training under DistributedDataParallel: whole, masked, and with modes removed."""
-    model = diagonal_model("lru", **SHAPE).train()
-    ddp = DistributedDataParallel(model)
-    mine = ids_of(4, 9)[2 * group.rank() : 2 * group.rank() + 2]
-    optimizer = adamw(model)
-    train(ddp, optimizer, 2, mine)
-    prune(model, allocate(importance(model), amount=0.5))
-    train(ddp, optimizer, 3, mine)
-    remove(model)
-    train(ddp, adamw(model), 3, mine)
-    return model.state_dict()
-
-
-def test_a_live_wrapper_follows():
-    one, other = on_ranks(2, pruned_under_a_wrapper)
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_a_masked_model_is_pickled_and_compiled():
