@@ -38,7 +38,7 @@ def attempt_steps(attempts: int, until: str | int | float, *, max_steps: int, wa
         raise ValueError(f"attempts must be at least 1, got {attempts}")
     if until == "warmup":
         end, what = warmup_steps, "the warm-up's steps (until='warmup')"
-    elif isinstance(until, str) or (isinstance(until, float) and not 0.0 < until <= 1.0):
+    elif isinstance(until, (str, bool)) or (isinstance(until, float) and not 0.0 < until <= 1.0):
         raise ValueError(f"until must be 'warmup', a step or a share of all steps in (0, 1], got {until!r}")
     else:
         end, what = (round(until * max_steps) if isinstance(until, float) else until), f"the steps of until={until}"

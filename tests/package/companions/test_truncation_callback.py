@@ -58,6 +58,7 @@ def test_schedules_that_do_not_fit():
     for attempts, until, message in [
         (0, 5, "attempts must be at least 1, got 0"),
         (4, "epoch", "until must be 'warmup', a step or a share .* got 'epoch'"),
+        (1, True, "until must be .warmup., a step or a share .* got True"),
         (4, "warmup", r"warm-up's steps \(until='warmup'\) must be in \[4, 1000\] for 4 attempts, got 3"),
         (4, 1001, r"until=1001 must be in \[4, 1000\] for 4 attempts, got 1001"),
         (4, 1.5, r"share of all steps in \(0, 1\], got 1.5"),
