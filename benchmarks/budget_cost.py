@@ -95,7 +95,7 @@ def compute_table(args: argparse.Namespace) -> dict[str, Any]:
     tokens = torch.randint(0, 256, (1, max(prompt, CONTEXT)))
     rows: dict[int, dict[str, Any]] = {K: {"K": K, "parameters": model.num_active_parameters(K)} for K in budgets}
     with common.threads(1):
-        caches = {K: prefill(model.eval(), tokens, [CONTEXT], K)[CONTEXT] for K in budgets}
+        caches = {K: prefill(model.eval(), tokens[:, :CONTEXT], K) for K in budgets}
         for K, cache in caches.items():
             rows[K]["state_bytes"] = cache.num_bytes
         calls: dict[str, Callable[[int], Any]] = {

@@ -50,14 +50,12 @@ def make_model(config: ESSMConfig, device: torch.device) -> ESSMForCausalLM:
 
 
 @torch.inference_mode()
-def prefill(model: ESSMForCausalLM, tokens: Tensor, contexts: list[int], budget: int) -> dict[int, ESSMCache]:
-    """A cache (batch 1) after each context length, all read from one stream of tokens."""
-    cache, caches, seen = ESSMCache(model.config), {}, 0
-    for context in sorted(contexts):
-        for piece in tokens[:, seen:context].split(PIECE, 1):
-            model(piece, past_key_values=cache, use_cache=True, spectral_budget=budget, logits_to_keep=1)
-        caches[context], seen = copy.deepcopy(cache), context
-    return caches
+def prefill(model: ESSMForCausalLM, tokens: Tensor, budget: int) -> ESSMCache:
+    """The cache after these tokens (1, n)."""
+    cache = ESSMCache(model.config)
+    for piece in tokens.split(PIECE, 1):
+        model(piece, past_key_values=cache, use_cache=True, spectral_budget=budget, logits_to_keep=1)
+    return cache
 
 
 class Decoder:
@@ -114,11 +112,11 @@ def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
     model = make_model(config, device)
     tokens = torch.randint(0, 256, (1, max([*contexts, 150])), device=device)
     report["relative_error"] = max(Decoder(model, K).check(tokens[:, :150]) for K in budgets)
-    read = {K: prefill(model, tokens, contexts, K) for K in budgets}
+    read = {(K, n): prefill(model, tokens[:, :n], K) for K in budgets for n in contexts}
     report["results"] = []
     threads = {1, torch.get_num_threads()} if device.type == "cpu" else {torch.get_num_threads()}
     for batch, count in itertools.product(batches, sorted(threads, reverse=True)):
-        caches = {(K, context): copy.deepcopy(read[K][context]) for K in budgets for context in contexts}
+        caches = copy.deepcopy(read)
         for cache in caches.values():
             cache.batch_repeat_interleave(batch)
         token = torch.zeros(batch, 1, dtype=torch.long, device=device)
@@ -157,8 +155,7 @@ def measure_limit(eager: Any, compiled: Any, memory: Tensor, K: int, rounds: int
     token = torch.zeros(1, 1, dtype=torch.long, device=memory.device)
     calls: dict[str, Any] = {"memory": memory.sum}
     for kind, model in {"eager": eager, "compiled": compiled}.items():
-        read = prefill(model, token.expand(1, 8), [8], K)[8]
-        calls[kind] = functools.partial(decode, model, read, token, K, 1)
+        calls[kind] = functools.partial(decode, model, prefill(model, token.expand(1, 8), K), token, K, 1)
     seconds = common.paired(calls, memory.device, rounds, warmup=3, sample_seconds=0.1)
     weights = common.weight_bytes(eager, K)
     row: dict[str, Any] = {"weight_bytes": weights}

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
                 with tempfile.TemporaryDirectory() as folder:
                     model.save_pretrained(folder)
                     row["bytes"][K] = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-                cache = prefill(model, tokens, [64], K)[64]
+                cache = prefill(model, tokens, K)
                 calls[name, K] = decoder(model, cache, tokens[:, -1:], K, steps)
         seconds = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=180.0)
     for row in report["results"]:
