@@ -32,7 +32,7 @@ from torchao.quantization import Int8WeightOnlyConfig
 from transformers import TorchAoConfig
 
 from essm_train.measure.timing import decoder
-from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMForCausalLM
 
 from . import common
 from .decoding import prefill
@@ -78,18 +78,13 @@ def load(folder: Path, K: int | None) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def report_of(name: str, config: ESSMConfig, args: argparse.Namespace, **settings: Any) -> dict[str, Any]:
-    return common.start(name, args, **common.model_settings(args, config), **settings)[1]
-
-
 def compute_table(args: argparse.Namespace) -> dict[str, Any]:
     small = {"hidden_size": 32, "num_hidden_layers": 2} if args.quick else {}
-    config = common.configuration(args, **small)
+    config = common.configuration(args.config, **small)
     budgets = common.clipped(BUDGETS, config)
     prompt, length, steps = (64, 32, 4) if args.quick else (args.prompt, args.length, args.steps)
-    report = report_of(
-        "budget_cost", config, args, prompt=prompt, length=length, batch=1, threads=1, rounds=args.rounds
-    )
+    settings = {"prompt": prompt, "length": length, "batch": 1, "threads": 1, "rounds": args.rounds}
+    _, report = common.start("budget_cost", args, config, **settings)
     torch.manual_seed(0)
     model = ESSMForCausalLM(config)
     tokens = torch.randint(0, 256, (1, max(prompt, CONTEXT)))
@@ -124,10 +119,10 @@ def read(model: ESSMForCausalLM, ids: Tensor, K: int) -> None:
 
 def loading_table(args: argparse.Namespace) -> dict[str, Any]:
     sizes = {"hidden_size": 1024, "num_hidden_layers": 8} if args.config is None else {}
-    config = common.configuration(args, **({"hidden_size": 64, "num_hidden_layers": 2} if args.quick else sizes))
+    config = common.configuration(args.config, **({"hidden_size": 64, "num_hidden_layers": 2} if args.quick else sizes))
     budgets = [*common.clipped((2,) if args.quick else BUDGETS, config), None]
     rounds = 1 if args.quick else args.rounds
-    report = report_of("budget_cost_loading", config, args, rounds=rounds)
+    _, report = common.start("budget_cost_loading", args, config, rounds=rounds)
     with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
         folder, small = Path(temporary, "whole"), Path(temporary, "small")
         torch.manual_seed(0)

@@ -62,24 +62,17 @@ def config_folder(text: str) -> Path:
     return Path(text).resolve()
 
 
-def configuration(args: argparse.Namespace, **fields: Any) -> ESSMConfig:
-    """The configuration that --config names, or the paper's, with these fields in the place of its own."""
-    if args.config is None:
+def configuration(folder: Path | None, **fields: Any) -> ESSMConfig:
+    """The configuration of a folder, or the paper's, with these fields in the place of its own."""
+    if folder is None:
         return ESSMConfig(**fields)
     again = [*(_OF_WIDTH if "hidden_size" in fields else ()), *(_OF_LAYERS if "num_hidden_layers" in fields else ())]
-    given = json.loads((args.config / "config.json").read_text(encoding="utf-8"))
+    given = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if values := given.get("memory_value_size"):  # as large a share of a head as before
         given["memory_value_size"] = max(
             1, values * fields.get("hidden_size", given["hidden_size"]) // given["hidden_size"]
         )
     return ESSMConfig.from_dict(given | dict.fromkeys(again) | fields)
-
-
-def model_settings(args: argparse.Namespace, config: ESSMConfig) -> dict[str, Any]:
-    """What a report says of the model: whose configuration it is, and its shape."""
-    shape = {"layers": config.num_hidden_layers, "width": config.hidden_size}
-    shape |= {"capacity": config.num_spectral_channels, "filter_length": config.filter_length}
-    return {"config": "paper" if args.config is None else args.config.name, "block": config.block, **shape}
 
 
 def name_of(model: Path) -> str:
@@ -165,9 +158,20 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)), flush=True)
 
 
-def start(name: str, args: argparse.Namespace, **settings: Any) -> tuple[torch.device, dict[str, Any]]:
-    """Print and return the device and the report that `finish` writes."""
+def start(
+    name: str, args: argparse.Namespace, model: ESSMConfig | None = None, **settings: Any
+) -> tuple[torch.device, dict[str, Any]]:
+    """Print and return the device and the report that `finish` writes.
+
+    Args:
+        model: what is measured, of which the settings tell whose configuration it is, and its shape.
+    """
     device = pick_device(args.device)
+    if model is not None:
+        shape = {"layers": model.num_hidden_layers, "width": model.hidden_size}
+        shape |= {"capacity": model.num_spectral_channels, "filter_length": model.filter_length}
+        config = "paper" if args.config is None else args.config.name
+        settings = {"config": config, "block": model.block, **shape} | settings
     if args.out:
         check_writable(args.out.parent)
         if args.out.is_dir():

@@ -41,7 +41,7 @@ SHORT = 128  # tokens that peers' steps are checked on
 
 def begin(name: str, config: ESSMConfig, args: argparse.Namespace, **settings: Any) -> tuple[torch.device, dict]:
     dtype = str(common.dtype_of(common.pick_device(args.device)))[6:]
-    return common.start(name, args, **settings, dtype=dtype, **common.model_settings(args, config))
+    return common.start(name, args, config, **settings, dtype=dtype)
 
 
 def make_model(config: ESSMConfig, device: torch.device) -> ESSMForCausalLM:
@@ -104,7 +104,7 @@ class Decoder:
 def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
     contexts = args.contexts or ([256, 1024] if args.quick else [1024, 16384, 65536])
     batches = args.batches or ([1] if args.quick else [1, 16])
-    config = common.configuration(args, filter_length=131072, **({"num_hidden_layers": 2} if args.quick else {}))
+    config = common.configuration(args.config, filter_length=131072, **({"num_hidden_layers": 2} if args.quick else {}))
     budgets = common.clipped([4, 32] if args.quick else [2, 4, 8, 32], config)
     steps = args.steps or (8 if args.quick else 64)
     settings = {"contexts": contexts, "batches": batches, "budgets": budgets, "steps": steps}
@@ -133,7 +133,7 @@ def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def limit_table(args: argparse.Namespace) -> dict[str, Any]:
-    config = common.configuration(args, **({"num_hidden_layers": 2, "hidden_size": 64} if args.quick else {}))
+    config = common.configuration(args.config, **({"num_hidden_layers": 2, "hidden_size": 64} if args.quick else {}))
     budgets = common.clipped([2, 32] if args.quick else [2, 4, 8, 16, 32], config)
     device, report = begin("decoding_limit", config, args, batch=1, budgets=budgets, backend=args.backend)
     gpu = device.type == "cuda"
@@ -215,7 +215,7 @@ def prompt_table(args: argparse.Namespace) -> dict[str, Any]:
     lengths = sorted(args.contexts or ([256, 512] if args.quick else [1 << 14, 1 << 16, 1 << 18, 1 << 20]))
     chunk = args.chunk or (128 if args.quick else 8192)
     small = {"num_hidden_layers": 2, "hidden_size": 32} if args.quick else {}
-    config = common.configuration(args, filter_length=512 if args.quick else max(*lengths, 1 << 20), **small)
+    config = common.configuration(args.config, filter_length=512 if args.quick else max(*lengths, 1 << 20), **small)
     (K,) = common.clipped([4], config)
     device, report = begin("decoding_prompt", config, args, budget=K, chunk=chunk, threads=torch.get_num_threads())
     model = make_model(config, device)

@@ -68,7 +68,7 @@ def tasks_of(args: argparse.Namespace) -> list[Task]:
     small = {"hidden_size": 32, "num_hidden_layers": 2, "filter_length": 512} if args.quick else {}
     found = []
     for folder in args.configs:
-        config = common.configuration(argparse.Namespace(config=folder), **small)
+        config = common.configuration(folder, **small)
         config.budget_presets = config.spectral_budget = None  # those of other weights
         found += [Task(folder.name, "elastic", config)] if "elastic" in args.models else []
         for K in args.alone:

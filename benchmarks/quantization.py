@@ -39,8 +39,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = p.parse_args(argv)
     steps, max_blocks = (4, 2) if args.quick else (args.steps, args.max_blocks)
     held_out = open_text(args.text_files, ByteEncoder(), args.block_size, max_blocks)
-    settings = {"config": common.name_of(args.model), "threads": 1, "steps": steps, "text": held_out.description}
-    device, report = common.start("quantization", args, **settings)
+    name = common.name_of(args.model)
+    device, report = common.start("quantization", args, config=name, threads=1, steps=steps, text=held_out.description)
     tokens = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0)).to(device)
     int8 = {"dtype": torch.float32, "quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
     formats = {"fp32": {"dtype": torch.float32}, "bf16": {"dtype": torch.bfloat16}, "int8": int8}

@@ -140,15 +140,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.model is not None:
         model = ESSMForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     else:
-        model = ESSMForCausalLM(common.configuration(args, **({"num_hidden_layers": 2} if args.quick else {})))
+        model = ESSMForCausalLM(common.configuration(args.config, **({"num_hidden_layers": 2} if args.quick else {})))
     capacity, presets = model.config.num_spectral_channels, model.config.budget_presets or {}
     sizes = {"small": args.small or presets.get("small", 2), "full": capacity}
     model.config.budget_presets = sizes
     count = args.requests or (6 if args.quick else 96)
     settings = {"rows": args.rows, "requests": count, "sizes": sizes, "threads": 1}
-    settings |= common.model_settings(args, model.config)
     settings |= {"config": common.name_of(args.model)} if args.model is not None else {}
-    device, report = common.start("serving", args, **settings)
+    device, report = common.start("serving", args, model.config, **settings)
     model = model.eval().to(device, common.dtype_of(device))
     with common.threads(1):
         report |= measure(model, draw_requests(count, args.quick), args)

@@ -24,6 +24,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,10 +46,10 @@ TOLERANCE = {"cpu": 1e-4, "cuda": 5e-2}  # of checkpointed and compiled gradient
 IDS = {"vocab_size": 259, "pad_token_id": 256, "bos_token_id": 257, "eos_token_id": 258, "tie_word_embeddings": True}
 
 
-def essm_config(length: int, args: argparse.Namespace) -> ESSMConfig:
-    if args.quick:
-        return common.configuration(args, hidden_size=64, num_hidden_layers=2, filter_length=max(length, 512))
-    return common.configuration(args, filter_length=max(length, common.configuration(args).filter_length))
+def essm_config(folder: Path | None, length: int, quick: bool) -> ESSMConfig:
+    if quick:
+        return common.configuration(folder, hidden_size=64, num_hidden_layers=2, filter_length=max(length, 512))
+    return common.configuration(folder, filter_length=max(length, common.configuration(folder).filter_length))
 
 
 def make_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -60,14 +61,15 @@ def make_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
         llama = {"hidden_size": 384, "num_hidden_layers": 12, "intermediate_size": 1024, "num_attention_heads": 6}
         mamba = {"hidden_size": 384, "num_hidden_layers": 22, "num_heads": 12, "head_dim": 64, "state_size": 128}
     torch.manual_seed(0)
-    paper = argparse.Namespace(quick=args.quick, config=None)
     models = {
-        "ES-SSM": ESSMForCausalLM(essm_config(length, paper)),
+        "ES-SSM": ESSMForCausalLM(essm_config(None, length, args.quick)),
         "Llama": LlamaForCausalLM(LlamaConfig(**IDS, **llama, max_position_embeddings=length)),
         "Mamba-2": Mamba2ForCausalLM(Mamba2Config(**IDS, **mamba, n_groups=1, chunk_size=64, use_cache=False)),
     }
     by_chunks(models["Mamba-2"])
-    return models if args.config is None else models | {args.config.name: ESSMForCausalLM(essm_config(length, args))}
+    if args.config is not None:
+        models[args.config.name] = ESSMForCausalLM(essm_config(args.config, length, args.quick))
+    return models
 
 
 def loss_of(model: Any, tokens: Tensor, options: dict[str, Any]) -> Tensor:
@@ -108,14 +110,13 @@ def begin(name: str, args: argparse.Namespace) -> tuple[torch.device, dict[str, 
     args.length = args.length or (128 if args.quick else 4096)
     args.batch = args.batch or (8 if gpu and not args.quick else 1)
     settings = {"length": args.length, "batch": args.batch, "rounds": args.rounds}
-    settings |= common.model_settings(args, essm_config(args.length, args))
     settings |= {"dtype": "bfloat16 autocast" if gpu else "float32", "threads": torch.get_num_threads()}
-    return common.start(name, args, **settings)
+    return common.start(name, args, essm_config(args.config, args.length, args.quick), **settings)
 
 
 def new_model(args: argparse.Namespace, device: torch.device) -> ESSMForCausalLM:
     torch.manual_seed(0)
-    return ESSMForCausalLM(essm_config(args.length, args)).to(device).train()
+    return ESSMForCausalLM(essm_config(args.config, args.length, args.quick)).to(device).train()
 
 
 def models_table(args: argparse.Namespace) -> dict[str, Any]:

@@ -127,11 +127,9 @@ def test_a_configuration_of_a_folder_is_measured(quick, tmp_path, capsys):
     settings = report["settings"]
     assert (settings["config"], settings["block"], settings["layers"], settings["width"]) == ("mine", "elastic", 2, 48)
     assert {row["budget"] for row in report["results"]} == {4, 8}
-    args = common.parser("").parse_args([])
-    args.config = tmp_path / "mine"
-    longer = common.configuration(args, filter_length=4096)
+    longer = common.configuration(tmp_path / "mine", filter_length=4096)
     assert (longer.filter_length, longer.head_size, longer.capacities) == (4096, 10, (8, 8, 6))
-    small = common.configuration(args, hidden_size=32, num_hidden_layers=2)
+    small = common.configuration(tmp_path / "mine", hidden_size=32, num_hidden_layers=2)
     assert (small.block, small.head_size, small.capacities, len(small.layer_types)) == ("elastic", 8, (8, 8), 2)
     (tmp_path / "mine" / "config.json").write_text('{"head_size": 0, "block": "elastic"}')
     for folder, reason in (("absent", "No such file"), ("mine", "head_size")):
