@@ -34,7 +34,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Mamba2Config, Mamba2ForC
 from transformers.utils.import_utils import is_mamba_2_ssm_available
 
 from essm_train.baselines.mamba import by_chunks
-from essm_train.run.steps import update
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.training.budget_dropout import budget_schedule
 
@@ -90,8 +89,9 @@ def make_step(model: Any, batch: int, length: int, optimizer: Any = None) -> Cal
 
     def step(*budgets: int | None) -> None:
         for K in budgets:
-            losses = (loss_of(model, tokens, {"spectral_budget": K} if K else {}) for _ in range(1))
-            update(optimizer, losses, (), clip=lambda *_: tokens, check=lambda *_: None)
+            loss_of(model, tokens, {"spectral_budget": K} if K else {}).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
     return step
 
