@@ -43,20 +43,10 @@ METRIC = "error"
 TEST_BATCH = 32
 
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
-
-
-def _elastic(layers: int = 4, feed_forward: float = 0.0, memory: float = 0.0, **fields: Any) -> Row:
-    fields = {"block": "elastic", "num_spectral_channels": 8} | fields
-    return Row(layers, fields, 2.0, feed_forward, memory, full_share=0.5, schedule="family")
-
-
+_ELASTIC = {"block": "elastic", "num_spectral_channels": 8}
 ROWS: dict[str, Row] = {
     "paper": Row(2, {"num_spectral_channels": 16}, full_share=0.5),
-    "elastic": _elastic(),
-    "elastic, memory": _elastic(memory=1 / 4),
-    "elastic, 12 channels": _elastic(num_spectral_channels=12),
-    "elastic, exponent 1/4": _elastic(scaling_exponent=1 / 4),
-    "elastic, FFN": _elastic(layers=2, feed_forward=8 / 3),
+    "elastic": Row(4, _ELASTIC, expansion=2.0, full_share=0.5, schedule="family"),
     "llama": Row(2, peer="transformer", hidden_size=72, rates=_PEER_RATES),
     # The library's own scale of new weights for Mamba-2.
     "mamba2": Row(2, {"initializer_range": 0.1}, peer="mamba2", hidden_size=88, rates=_PEER_RATES),
