@@ -137,7 +137,7 @@ def _mix_dense(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: 
     """
     m, _, D = chunks.shape
     R, K = gates.shape[1:]
-    W = channel_readout(basis, K, chunks)[: R * K]
+    W = channel_readout(basis, K, str(chunks.device), feature_dtype(chunks.dtype))[: R * K]
     M_flat = M[:K].reshape(K * D, -1)
     gates = gates.unsqueeze(-1)
     y = chunks.new_empty(m, R, M.shape[2])
@@ -160,7 +160,7 @@ def _unmix_dense(
     """
     m, C, D = chunks.shape
     R, K = gates.shape[1:]
-    W = channel_readout(basis, K, chunks)[: R * K]
+    W = channel_readout(basis, K, str(chunks.device), feature_dtype(chunks.dtype))[: R * K]
     M_flat = M[:K].reshape(K * D, -1)
     dM = torch.zeros(M.shape, dtype=state_dtype(M.dtype), device=M.device)
     dM_flat = dM[:K].view(K * D, -1)
@@ -197,7 +197,7 @@ def _mix_diagonal(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, 
     """As `_mix_dense`, with gates (m, R, K, G) and diagonal M (>= K, D); returns (m, R, D)."""
     m, _, D = chunks.shape
     R, K, G = gates.shape[1:]
-    W = readout_by_channel(basis, K, chunks)[..., :R].reshape(-1, K * R)
+    W = readout_by_channel(basis, K, str(chunks.device), feature_dtype(chunks.dtype))[..., :R].reshape(-1, K * R)
     coefficients = M[:K].T.contiguous().unsqueeze(1)  # (D, 1, K)
     gates = gates.permute(0, 3, 2, 1).contiguous().unsqueeze(2)  # (m, G, 1, K, R)
     y = chunks.new_empty(m, R, D)
@@ -219,7 +219,7 @@ def _unmix_diagonal(
     """Gradients of `_mix_diagonal`, as `_unmix_dense` gives them."""
     m, C, D = chunks.shape
     R, K, G = gates.shape[1:]
-    W = readout_by_channel(basis, K, chunks)[..., :R].reshape(-1, K * R)
+    W = readout_by_channel(basis, K, str(chunks.device), feature_dtype(chunks.dtype))[..., :R].reshape(-1, K * R)
     coefficients = M[:K].T.contiguous().unsqueeze(2)  # (D, K, 1)
     gates = gates.permute(0, 3, 2, 1).contiguous().unsqueeze(2)
     dcoefficients = torch.zeros(D, 1, K, dtype=state_dtype(M.dtype), device=M.device)
@@ -283,7 +283,7 @@ def _chunked_forward(
     """Returns y (B, L, E), the final state (B, N, D) and, for the backward pass, the state before every chunk."""
     B, L, _ = u.shape
     basis = Realization(H, N, C)
-    readout, powers = chunk_constants(basis, u)
+    readout, powers = chunk_constants(basis, str(u.device), state_dtype(u.dtype))
     chunks, chunk_gates = _cut(u, gates, C)
     x = _states_before_chunks(chunks, x0, readout, powers)
     mix = _mix_diagonal if M.ndim == 2 else _mix_dense
@@ -322,7 +322,7 @@ def _chunked_backward(
     """Returns du, dgates, dM (zero beyond the budget) and dx0; features are made again, group by group."""
     B, L, _ = u.shape
     basis = Realization(H, N, C)
-    readout, powers = chunk_constants(basis, u)
+    readout, powers = chunk_constants(basis, str(u.device), state_dtype(u.dtype))
     chunks, chunk_gates = _cut(u, gates, C)
     n, R = chunks.shape[1], chunk_gates.shape[1]
     # 1. Inside the chunks.
@@ -398,8 +398,8 @@ def _chunked_traceable(
     B, L, D = u.shape
     H, N, C = basis
     K = gates.shape[2]
-    readout, powers = chunk_constants(basis, u)
-    W = channel_readout(basis, K, u)
+    readout, powers = chunk_constants(basis, str(u.device), state_dtype(u.dtype))
+    W = channel_readout(basis, K, str(u.device), feature_dtype(u.dtype))
     n = (L - 1) // C + 2  # one more than needed: never 1, which would be a case of its own
     position = torch.arange(n, device=u.device)[:, None] * C + torch.arange(C, device=u.device)
     source = position.clamp(max=L - 1)

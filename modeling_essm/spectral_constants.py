@@ -123,31 +123,19 @@ def root_of_filters(H: int, device: str, dtype: torch.dtype) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _chunk_constants(H: int, N: int, C: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    operators = chunk_operators(H, N, C)
+def chunk_constants(basis: Realization, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """readout (C, N, C + N) and carry^(2^j) (24, N, N), see `ChunkOperators`; dtype is that of states."""
+    operators = chunk_operators(*basis)
     return to_device(operators.readout, device, dtype), to_device(operators.carry_powers, device, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
-def _channel_readout(H: int, N: int, C: int, K: int, device: str, dtype: torch.dtype) -> Tensor:
-    return to_device(chunk_operators(H, N, C).readout[:, :K].reshape(C * K, C + N), device, dtype)
+def channel_readout(basis: Realization, K: int, device: str, dtype: torch.dtype) -> Tensor:
+    """W (C K, C + N), the rows of readout that are channels, step by step; dtype is that of features."""
+    return to_device(chunk_operators(*basis).readout[:, :K].reshape(basis.C * K, -1), device, dtype)
 
 
 @functools.lru_cache(maxsize=1024)
-def _readout_by_channel(H: int, N: int, C: int, K: int, device: str, dtype: torch.dtype) -> Tensor:
-    return to_device(chunk_operators(H, N, C).readout[:, :K].transpose(2, 1, 0).copy(), device, dtype)
-
-
-def chunk_constants(basis: Realization, like: Tensor) -> tuple[Tensor, Tensor]:
-    """readout (C, N, C + N) and carry^(2^j) (24, N, N) in the state's dtype, see `ChunkOperators`; where `like` is."""
-    return _chunk_constants(*basis, str(like.device), state_dtype(like.dtype))
-
-
-def channel_readout(basis: Realization, K: int, like: Tensor) -> Tensor:
-    """W (C K, C + N), the rows of readout that are channels, step by step, in the features' dtype."""
-    return _channel_readout(*basis, K, str(like.device), feature_dtype(like.dtype))
-
-
-def readout_by_channel(basis: Realization, K: int, like: Tensor) -> Tensor:
+def readout_by_channel(basis: Realization, K: int, device: str, dtype: torch.dtype) -> Tensor:
     """The same transposed, (C + N, K, C): for each channel all steps of a chunk."""
-    return _readout_by_channel(*basis, K, str(like.device), feature_dtype(like.dtype))
+    return to_device(chunk_operators(*basis).readout[:, :K].transpose(2, 1, 0).copy(), device, dtype)
