@@ -79,12 +79,10 @@ class ChunkOperators:
     Attributes:
         readout: (C, N, C + N).
         carry_powers: (24, N, N); carry = (A^C)^T moves a state over a chunk, entry j is carry^(2^j).
-        recurrence: (N, N + 1), A^T and phi(0)^T side by side: (R) for single steps.
     """
 
     readout: np.ndarray
     carry_powers: np.ndarray
-    recurrence: np.ndarray
 
 
 def num_states(num_channels: int, state_margin: int) -> int:
@@ -164,7 +162,7 @@ def chunk_operators(filter_length: int, N: int, chunk_size: int) -> ChunkOperato
     carries = [powers[-1].T]
     for _ in range(23):
         carries.append(carries[-1] @ carries[-1])
-    return ChunkOperators(readout, np.stack(carries), np.concatenate([A.T, phi0[:, None]], 1))
+    return ChunkOperators(readout, np.stack(carries))
 
 
 def _panel_nodes(filter_length: int) -> tuple[np.ndarray, np.ndarray]:

@@ -107,7 +107,9 @@ def sigma_power(H: int, exponent: float, device: str, dtype: torch.dtype) -> Ten
 @_constant
 def recurrence(H: int, device: str, dtype: torch.dtype) -> Tensor:
     """(N, N + 1) for all states of the basis: A^T and phi(0)^T side by side."""
-    return to_device(chunk_operators(H, len(spectral_basis(H).sigma), 1).recurrence, device, dtype)
+    basis = spectral_basis(H)
+    phi0 = basis.filters(len(basis.sigma), np.zeros(1))
+    return to_device(np.concatenate([basis.A.T, phi0.T], 1), device, dtype)
 
 
 @_constant
