@@ -47,8 +47,11 @@ class _Name(str):
     budget: Any = None
 
 
+@dataclass
 class _ElasticOutput(ModelOutput):
     """`items()` leaves spectral_budget out: Trainers gather and concatenate all items, which must be tensors then."""
+
+    spectral_budget: Any = None
 
     def __post_init__(self) -> None:
         source = getattr(self, fields(self)[0].name)
@@ -74,22 +77,16 @@ class ESSMModelOutput(_ElasticOutput, BaseModelOutputWithPast):
     """last_hidden_state (B, L, D); past_key_values, an ESSMCache, and hidden_states, (B, L, D) each with the embeddings
     first, if asked for; spectral_budget, the budget that ran: one int per layer, or (B,) when rows differ."""
 
-    spectral_budget: Any = None
-
 
 @dataclass
 class ESSMCausalLMOutput(_ElasticOutput, CausalLMOutputWithPast):
     """loss (), the mean cross-entropy in nats, with labels; logits (B, L or logits_to_keep, vocab_size); the rest as in
     `ESSMModelOutput`."""
 
-    spectral_budget: Any = None
-
 
 @dataclass
 class ESSMSequenceClassifierOutput(_ElasticOutput, SequenceClassifierOutput):
     """loss () with labels; logits (B, num_labels); the rest as in `ESSMModelOutput`."""
-
-    spectral_budget: Any = None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
