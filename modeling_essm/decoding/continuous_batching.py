@@ -205,10 +205,10 @@ class ContinuousBatch:
             raise ValueError(f"generator must be a torch.Generator on the CPU, got {generator!r}")
         if spectral_budget is None:
             spectral_budget = getattr(defaults, "spectral_budget", None)
-        resolved = self.model.config.resolve_budget(spectral_budget, batch_size=1)
-        budget = max(resolved.layers)  # layers of less capacity run at theirs
-        if resolved.rows is not None or resolved.layers != self.model.config.resolve_budget(budget).layers:
-            raise ValueError(f"a request has one spectral_budget, an integer for all layers, got {[*resolved.layers]}")
+        layers = self.model.config.resolve_budget(spectral_budget, batch_size=1).layers
+        budget = max(layers)  # layers of less capacity run at theirs
+        if layers != self.model.config.resolve_budget(budget).layers:
+            raise ValueError(f"a request has one spectral_budget, an integer for all layers, got {[*layers]}")
         if (needed := self._bytes_of(budget)) > self.max_state_bytes:
             raise ValueError(
                 f"spectral_budget {budget} takes {needed} bytes of state a row, more than max_state_bytes "
