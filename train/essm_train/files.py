@@ -113,7 +113,8 @@ def replacing(path: Path) -> Iterator[Path]:
 @contextmanager
 def filling(path: Path) -> Iterator[Path]:
     """An empty folder beside `path` to fill. It takes its place when the block ends; an error leaves nothing."""
-    temporary = temporary_folder(path)
+    temporary = _own_name(path, TEMPORARY)
+    temporary.mkdir(parents=True)
     try:
         with naming(path):
             yield temporary
@@ -149,13 +150,6 @@ def check_writable(folder: Path) -> None:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def temporary_folder(path: Path) -> Path:
-    """An empty folder next to `path`, of no other writer, to be filled and published under that name."""
-    temporary = _own_name(path, TEMPORARY)
-    temporary.mkdir(parents=True)
-    return temporary
 
 
 def publish(temporary: Path, path: Path) -> None:
