@@ -137,10 +137,3 @@ def test_numbers_are_scaled_as_the_weights_know_them(arguments, files, tmp_path)
         args = parse_arguments(ClassificationArguments, arguments(tmp_path / "run", **changes))
         reader = load_classification(args).reader
         assert (reader.multiplier, reader.offset) == (0.25, -1.0)
-
-
-def test_a_new_model_pools_as_its_configuration_says(arguments, tmp_path):
-    line = arguments(tmp_path / "run", config_overrides="hidden_size=8,filter_length=64,classifier_pooling=last")
-    args = parse_arguments(ClassificationArguments, line)
-    args.check_length(64)
-    assert build_classifier(args, load_classification(args)).config.classifier_pooling == "last"

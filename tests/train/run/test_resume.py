@@ -22,7 +22,6 @@ from training_run import (
     train,
     train_apart,
 )
-from transformers import get_scheduler
 
 from essm_train.arguments import parse_arguments
 from essm_train.data.arguments import CLMArguments
@@ -338,29 +337,6 @@ def test_a_run_is_extended_before_its_end_and_by_epochs(arguments, finished, tmp
     reached = rates[5]  # of update 7, where the old plan stood
     assert len(rates) == 12 and 0 < reached < 5e-3 and rates[6] == pytest.approx((reached + 5e-3) / 2)
     assert rates[7] == pytest.approx(5e-3) and rates[-1] == pytest.approx(0.0, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("name", "own"),
-    [
-        ("cosine", {}),
-        ("cosine_with_min_lr", {"min_lr_rate": 0.1}),
-        ("warmup_stable_decay", {"num_decay_steps": 4}),
-        ("inverse_sqrt", {}),
-        ("constant_with_warmup", {}),
-    ],
-)
-def test_every_schedule_can_be_extended(name, own):
-    """From where it stands it rises to the peak, and then is what it would be in a run of the extension's length."""
-
-    def make(plan):
-        return make_scheduler(torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, plan, name, own).lr_lambdas[0]
-
-    first, extended, alone = make([[0, 10]]), make([[0, 10], [10, 24]]), make([[0, 14]])
-    theirs = get_scheduler(name, torch.optim.SGD([torch.zeros(1)], lr=0.1), 3, 10, own).lr_lambdas[0]
-    assert [first(n) for n in range(11)] == [extended(n) for n in range(11)] == [theirs(n) for n in range(11)]
-    assert [extended(n) for n in range(13, 25)] == [alone(n) for n in range(3, 15)]
-    assert extended(11) == pytest.approx(first(10) + (1 - first(10)) / 3) and extended(13) == 1
 
 
 def test_a_decay_longer_than_what_is_left_is_refused():
