@@ -90,19 +90,16 @@ def publishing(accelerator: Accelerator, path: Path) -> Iterator[Path]:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             publish(temporary, path)
-    except (torch.OutOfMemoryError, torch.AcceleratorError):  # RuntimeErrors, but not of a writer
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     except (OSError, RuntimeError, SafetensorError, CheckpointException) as error:  # torch's writers raise all of these
         shutil.rmtree(temporary, ignore_errors=True)
         last = last_good(path.parent)
-        if type(error) is RuntimeError and not (is_lost_peer(error) or "inline_container" in str(error)):
-            raise  # of no writer
         if is_lost_peer(error):
             raise ConnectionError(
                 f"lost another process of this run, {path} is not saved: {error}. {last}. See what that process said, "
                 "and start the run again"
             ) from error
+        if isinstance(error, RuntimeError) and "inline_container" not in str(error):
+            raise  # of no writer
         raise OSError(f"cannot write {path}: {error}. {last}. Make room and start the run again") from error
     accelerator.wait_for_everyone()
 
