@@ -11,8 +11,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import numpy as np
-import pyarrow as pa
 from torch import Tensor
 
 from essm_train.data import blocks, documents
@@ -42,10 +42,10 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
     Raises:
         ValueError: anything about it that cannot work; see documents.py and blocks.py.
     """
-    column, named = args.text_column, args.train_file or args.dataset_name
-    if args.streaming and not named:
+    column = args.text_column
+    if args.streaming and not (args.train_file or args.dataset_name):
         raise ValueError("streaming needs train_file or dataset_name")
-    splits, description = _open(args) if named else ({}, "the sources of Python's standard library")
+    splits, description = _open(args)
     if args.streaming and "validation" not in splits:
         raise ValueError("streaming needs validation_file or a split 'validation': the end of a stream is not held out")
     source: SampleSource
@@ -60,18 +60,13 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
         sha256 = documents.stream_digest(rows, args.train_file or [args.dataset_name])
         description += f", streamed as {encoder.name}"
     else:
-        if named and "validation" not in splits:
+        if "validation" not in splits:
             splits["train"], splits["validation"] = documents.cut_end(splits["train"], column, HELD_OUT_FRACTION)
             description += f" (the last {HELD_OUT_FRACTION:.0%} held out)"
-        streams: dict[str, tuple[blocks.Stream, float]] = {}
-        for split, rows in splits.items():
-            streams[split] = blocks.to_mapped_stream(rows, column, encoder)
-        if not named:
-            for split, sources in zip(("train", "validation"), documents.standard_library()):
-                streams[split] = blocks.to_stream(sources, encoder)
-        (stream, _), (held_out, density) = streams["train"], streams["validation"]
+        stream, _ = blocks.to_mapped_stream(splits["train"], column, encoder)
+        held_out, density = blocks.to_mapped_stream(splits["validation"], column, encoder)
         digest = hashlib.sha256()
-        for chunk in stream.chunks if isinstance(stream, pa.ChunkedArray) else [stream]:
+        for chunk in stream.chunks:
             digest.update(np.asarray(chunk).data)
         source, sha256 = MapSamples(blocks.Blocks(stream, args.block_size), args.seed), digest.hexdigest()
         description += f": {len(stream):,} tokens of {encoder.name}"
@@ -82,6 +77,10 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
 def _open(args: Any) -> tuple[dict[str, Any], str]:
     """The splits train and, if there is one, validation, as data sets with the column of text; and what they are."""
     column, splits = args.text_column, {}
+    if not (args.train_file or args.dataset_name):
+        texts = zip(("train", "validation"), documents.standard_library())
+        found = {split: datasets.Dataset.from_dict({column: sources}) for split, sources in texts}
+        return found, "the sources of Python's standard library"
     description = " ".join(filter(None, (args.dataset_name, args.dataset_config_name)))
     if args.dataset_name:
         found = documents.load_splits(args.dataset_name, args.dataset_config_name, args.streaming, column)
