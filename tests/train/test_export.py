@@ -275,7 +275,7 @@ def test_what_cannot_be_exported_is_refused(model_folder, tmp_path, monkeypatch)
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else find(name))
     for arguments, message in (
-        (("--format", "tflite"), "format must be one of onnx, torch, executorch, got 'tflite'"),
+        (("--format", "tflite"), "--format: invalid choice: 'tflite' .choose from '?onnx"),
         (("--format", "torch", "--spectral_budget", "2,2"), "one integer for each of the 1 spectral layers, got 2"),
         (("--format", "torch", "--spectral_budget", "none"), "unknown spectral_budget preset 'none'"),
         (("--format", "torch", "--int8"), "int8 needs format 'onnx', got 'torch'"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from essm_train.arguments import (
     DATA_HELP,
@@ -19,24 +19,6 @@ from essm_train.arguments import (
 )
 
 PACKAGES = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "torch": (), "executorch": ("executorch",)}
-# What modeling_essm.companions.importance knows.
-METHODS = ("aire", "aire_exact", "last", "lamp", "magnitude", "energy", "hinf", "hankel", "random")
-CHOICES = {
-    "dtype": ("auto", "float32", "bfloat16", "float16"),
-    "device": ("auto", "cpu", "cuda"),
-    "format": tuple(PACKAGES),
-    "method": METHODS,
-    "scope": ("global", "uniform"),
-    "granularity": ("mode", "mode_index"),
-    "bidirectional": ("paper", "exact", "released"),
-}
-
-
-def check_choices(arguments: Any, *names: str) -> None:
-    """Raises ValueError for a value that is none of CHOICES."""
-    for name in names:
-        if (value := getattr(arguments, name)) not in CHOICES[name]:
-            raise ValueError(f"{name} must be one of {', '.join(CHOICES[name])}, got {value!r}")
 
 
 @dataclass
@@ -60,8 +42,8 @@ class CalibrateArguments:
     prompt_length: int | None = arg(None, "Positions of a timed prefill; by default those of a held-out sample.")
     decode_tokens: int = arg(64, "Tokens decoded for one timing.")
     rounds: int = arg(7, "Rounds of timing; beyond a minute, three.")
-    dtype: str = arg("auto", "auto (as saved), float32, bfloat16 or float16.")
-    device: str = arg("auto", "auto, cpu or cuda.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = arg("auto", "Of the weights; auto is as saved.")
+    device: Literal["auto", "cpu", "cuda"] = arg("auto", "Where to measure.")
     threads: int | None = arg(None, "CPU threads, by default those torch takes.")
     block_size: int | None = arg(None, "With text_files: tokens per block, by default 512 or filter_length if less.")
     max_blocks: int = arg(256, "With text_files: blocks, spread evenly over the text.")
@@ -78,7 +60,6 @@ class CalibrateArguments:
         check_at_least(self, 1, "decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads")
         check_at_least(self, 1, "batch_sizes", "budgets")
         check_at_least(self, 2, "block_size")
-        check_choices(self, "dtype", "device")
 
 
 @dataclass
@@ -91,12 +72,11 @@ class ExportArguments:
     spectral_budget: list[str] = arg(
         [], "Budgets: K, K,K,.. of the layers, or a preset's name; by default the config's."
     )
-    format: str = arg("onnx", "onnx, torch or executorch.")
+    format: Literal["onnx", "torch", "executorch"] = arg("onnx", "For which runtime.")
     int8: bool = arg(False, "With onnx: matrices of 8 bits and a scale for each output.")
     max_length: int | None = arg(None, "Most positions of one call, by default filter_length.")
 
     def __post_init__(self) -> None:
-        check_choices(self, "format")
         refuse({f"int8 needs format 'onnx', got {self.format!r}": self.int8 and self.format != "onnx"})
         missing = " ".join(name for name in PACKAGES[self.format] if importlib.util.find_spec(name) is None)
         refuse({f"format {self.format!r} needs packages that are not here: pip install {missing}": missing})
@@ -124,10 +104,16 @@ class PruneArguments:
     max_loss: float | None = arg(
         None, "Instead of amount: the most accuracy (0.01 is a point) or bits per byte to lose."
     )
-    method: str = arg("aire", f"How modes are ranked, one of {', '.join(METHODS)}.")
-    scope: str = arg("global", "'global' ranks over all layers, 'uniform' takes the same share of each.")
-    granularity: str = arg("mode", "'mode' prunes single ones, 'mode_index' (S4D) as many of every channel.")
-    bidirectional: str = arg("paper", "How two directions count: 'paper', 'exact' or 'released'.")
+    method: Literal["aire", "aire_exact", "last", "lamp", "magnitude", "energy", "hinf", "hankel", "random"] = arg(
+        "aire", "How modes are ranked."
+    )
+    scope: Literal["global", "uniform"] = arg(
+        "global", "'global' ranks over all layers, 'uniform' takes the same share of each."
+    )
+    granularity: Literal["mode", "mode_index"] = arg(
+        "mode", "'mode' prunes single ones, 'mode_index' (S4D) as many of every channel."
+    )
+    bidirectional: Literal["paper", "exact", "released"] = arg("paper", "How two directions count.")
     task: str | None = arg(None, "Held-out data: of a task that essm-list-tasks names, or of your own .yaml file.")
     data_dir: str | None = arg(None, DATA_HELP)
     scale: str = arg("full", "'full', 'medium' or 'small', as the model was trained.")
@@ -147,7 +133,6 @@ class PruneArguments:
             refuse({f"give {one} or {other}, got {values[0]} and {values[1]}": values.count(None) != 1})
         check_within(self, "(0, 1)", "amount")
         check_within(self, "[0.001, 0.5]", "step")
-        check_choices(self, "method", "scope", "granularity", "bidirectional")
         check_at_least(self, 0, "max_loss", "seed")
         check_at_least(self, 1, "horizon", "max_blocks")
         check_at_least(self, 2, "block_size")
