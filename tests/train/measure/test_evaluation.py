@@ -149,18 +149,19 @@ def test_a_task_is_opened_by_its_name(tmp_path):
     for split, count in (("train", 12), ("eval", 5), ("test", 9)):
         lines = [f"{i % 2:.1f}\tP{i}\tQ{i}\tb'{'abc' * (i + 3)}'\tb'abcabc'\n" for i in range(count)]
         (tmp_path / f"new_aan_pairs.{split}.tsv").write_text("".join(lines))
-    pairs = open_task("retrieval", str(tmp_path), "small", batch_size=4)
+    data = model = str(tmp_path)  # a model without a tokenizer reads bytes
+    pairs = open_task("retrieval", data, "small", model, batch_size=4)
     assert pairs.inputs["input_ids"].shape[:2] == (4, 2) and pairs.length == 36
     assert "9 pairs of new_aan_pairs.test.tsv" in pairs.description
     for split in ("train", "validation"):
         text = [f"{split}: the spectral state of the spectral budget " * 60]
         pq.write_table(pa.table({"text": text}), tmp_path / f"english_novels-{split}.parquet")
-    novels = open_task("novels", str(tmp_path), "small")
+    novels = open_task("novels", data, "small", model)
     assert novels.metric == BITS_PER_BYTE and novels.length == 256 == novels.inputs["input_ids"].shape[1]
     with pytest.raises(FileNotFoundError, match="no data for task 'pg19'"):
-        open_task("pg19", str(tmp_path), "small")
+        open_task("pg19", data, "small", model)
     with pytest.raises(ValueError, match="got 'pairs'"):
-        open_task("pairs", str(tmp_path), "small")
+        open_task("pairs", data, "small", model)
 
 
 def test_a_cut_off_measurement_of_ratios_goes_on(tmp_path, monkeypatch):

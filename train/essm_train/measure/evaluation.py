@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from essm_train.data.classification import load_classification, record_of, unnamed_labels
 from essm_train.data.documents import describe_files
 from essm_train.data.text import load_text, read_blocks
-from essm_train.data.tokens import ByteEncoder, Encoder, encoder_beside, file_of
+from essm_train.data.tokens import Encoder, encoder_beside, file_of
 from essm_train.files import sha256_of
 from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.scoring import HeldOut, hold_out_blocks, hold_out_samples
@@ -99,13 +99,11 @@ def open_text(
     return hold_out_blocks(blocks, encoder.special_ids, density, batch_size, describe_files(paths))
 
 
-def open_task(
-    name: str, data_dir: str | None, scale: str, model: str | None = None, batch_size: int | None = None
-) -> HeldOut:
+def open_task(name: str, data_dir: str | None, scale: str, model: str, batch_size: int | None = None) -> HeldOut:
     """The held-out data of a task that `essm-list-tasks` names, as its script reads it.
 
     Args:
-        model: reads text by its tokenizer and numbers as its features.json says; by default as the task is trained.
+        model: reads text by its tokenizer and numbers as its features.json says.
         batch_size: blocks or samples per forward pass; by default 8 blocks, or what the task evaluates by.
     Raises:
         ValueError: unknown task or scale, or data that cannot be read. FileNotFoundError: absent data.
@@ -113,24 +111,24 @@ def open_task(
     spec, args = get_task(name), make_arguments(name, data_dir, scale)
     title = f"{spec.title} ({scale} scale)"
     if spec.script == "train_clm":
-        encoder = ByteEncoder() if model is None else encoder_beside(model)
+        encoder = encoder_beside(model)
         text = load_text(args, encoder)
         return hold_out_blocks(text.held_out, encoder.special_ids, text.bytes_per_token, batch_size or 8, title)
     if spec.script == "train_retrieval":
         data = load_retrieval(args)
     else:
-        if model is not None:  # its features.json and tokenizer count, not the task's
-            args.model_name_or_path, args.feature_scale, args.tokenizer_name = model, "auto", None
-            for name, value in record_of(model).items():
-                if name in ("max_length", "frame_length"):
-                    setattr(args, name, value)
+        # Its features.json and tokenizer count, not the task's.
+        args.model_name_or_path, args.feature_scale, args.tokenizer_name = model, "auto", None
+        for name, value in record_of(model).items():
+            if name in ("max_length", "frame_length"):
+                setattr(args, name, value)
         data = load_classification(args, _classes(model))
     return hold_out_samples(data.held_out, data.collate, batch_size or args.eval_batch_size, title)
 
 
-def _classes(model: str | None) -> list[str] | None:
+def _classes(model: str) -> list[str] | None:
     """Names of a saved model's classes, in its order; None if it has none."""
-    names = {} if model is None else PreTrainedConfig.get_config_dict(model)[0].get("id2label") or {}
+    names = PreTrainedConfig.get_config_dict(model)[0].get("id2label") or {}
     ordered = [names[number] for number in sorted(names, key=int)]
     return None if ordered == unnamed_labels(len(ordered)) else ordered
 
