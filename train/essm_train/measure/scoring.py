@@ -79,8 +79,7 @@ class HeldOut:
 
     def metric_of(self, totals: Tensor, weights: Tensor, budget: int, finite: bool = True) -> float:
         """The same of columns that `score` gave."""
-        value = float(totals.sum())
-        value = self.metric.compute(totals, weights) if math.isfinite(value) else value
+        value = self.metric.compute(totals, weights)
         if finite and not math.isfinite(value):
             raise ValueError(f"{self.metric.name} of {self.description} at K={budget} must be finite, got {value}")
         return value
