@@ -335,7 +335,7 @@ class BudgetDropoutCallback(TrainerCallback):
     number. The other outputs, and the metrics that SFTTrainer logs, are those of the largest budget.
 
     Args:
-        schedule: a BudgetSchedule, or anything with its `budgets` and `parts`.
+        schedule: of `budget_schedule`.
         distillation_weight: as in `budget_losses`; updates of one budget ignore it.
     Raises:
         ValueError: a weight out of range. When training begins: a model without spectral_budget, or with a capacity

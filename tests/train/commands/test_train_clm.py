@@ -1,7 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm-train-clm: whole runs on bytes, tokens and weights that exist, and errors before any work.
 
-How a run trains, stops, breaks and resumes is tested in test_loop.py and test_distributed.py.
+How a run trains, stops, breaks and resumes is tested in tests/train/run.
 """
 
 import json

@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""essm_train/run: a run ends with the same bits whatever happens to it, or says why not."""
+"""essm_train/run: what an update does to the weights, what is measured and saved, and what stops a run."""
 
 import json
 import math

@@ -1,8 +1,8 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """The plain pieces of training: parameter groups, AdamW, the learning rate, one update.
 
-`update` is the one place where an optimizer steps. `essm_train.run.loop` calls it under Accelerate, with checkpoints
-and validation around it.
+`update` is where an optimizer steps in training. `essm_train.run.loop` calls it under Accelerate, with checkpoints and
+validation around it.
 """
 
 from __future__ import annotations

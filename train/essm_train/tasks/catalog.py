@@ -159,7 +159,7 @@ def find_data(spec: TaskSpec, scale: str, data_dir: Folders = None) -> dict[str,
         place.instructions(folders[0]) for place in (first, *(other for other in others if other.substitute))
     )
     if spec.hub:
-        advice += f"; or read {spec.hub['dataset_name']!r} from the Hub (`use_hub=True`, `essm-list-tasks --use_hub`)"
+        advice += f"; a training can read {spec.hub['dataset_name']!r} from the Hub (`essm-list-tasks --use_hub`)"
     reduced = f" ({scale})" if first not in spec.data else ""
     raise FileNotFoundError(f"no data for task {spec.name!r}{reduced} in {', '.join(map(str, folders))}: {advice}")
 
