@@ -153,11 +153,12 @@ def release(args: ReleaseArguments, root: Path) -> Path:
         model = model.float()  # the rounded weights in the arithmetic of a CPU
         hardware = f"{device_name(torch.device('cpu'))}, fp32"
         blocks_of = {"block_size": args.block_size, "max_blocks": args.max_blocks, "overwrite": True}
-        # The same blocks in the same arithmetic, and the profile's times, so that its presets are what the card marks.
+        # The same blocks in the same arithmetic, and the profile's times and errors: its presets are what the card marks.
         profile = calibrate(
             CalibrateArguments(str(new), args.text_files, dtype="float32", rounds=args.rounds, **blocks_of)
         )
-        sweep = dataclasses.replace(sweep_budgets(model, held_out), timings=profile.quality.timings)
+        measured = {"timings": profile.quality.timings, "drop_errors": profile.quality.drop_errors}
+        sweep = dataclasses.replace(sweep_budgets(model, held_out), **measured)
         save_sweep(sweep, new, blocks=len(blocks), block_size=args.block_size, hardware=hardware)
         capacity = model.config.num_spectral_channels
         budgets = [*(K for K in SAMPLE_BUDGETS if capacity > K), capacity]
