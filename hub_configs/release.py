@@ -153,7 +153,7 @@ def release(args: ReleaseArguments, root: Path) -> Path:
         model = model.float()  # the rounded weights in the arithmetic of a CPU
         hardware = f"{device_name(torch.device('cpu'))}, fp32"
         blocks_of = {"block_size": args.block_size, "max_blocks": args.max_blocks, "overwrite": True}
-        # The same blocks in the same arithmetic, and the profile's times and errors: its presets are what the card marks.
+        # The same blocks and arithmetic, the profile's times and errors: so its presets are what the card marks.
         profile = calibrate(
             CalibrateArguments(str(new), args.text_files, dtype="float32", rounds=args.rounds, **blocks_of)
         )
