@@ -245,7 +245,12 @@ def test_standard_library_is_split_by_whole_files(tmp_path, monkeypatch):
     assert sorted(train + held_out) == sorted(f"module {i}" for i in range(200))
     assert train == sorted(train, key=lambda text: int(text[7:])) and 0 < len(held_out) < 20
     (tmp_path / f"m{int(train[1][7:]):03}.py").unlink()  # what is held out does not depend on the other files
-    assert document_files.standard_library()[1] == held_out
+    train, again = document_files.standard_library()
+    assert again == held_out
+    text = load(block_size=8)
+    assert text.description.startswith(
+        f"the sources of Python's standard library: {sum(map(len, train)) + len(train):,} "
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
