@@ -415,6 +415,7 @@ def read_profile(path: str | os.PathLike, model: Any = None) -> BudgetProfile:
         devices = {
             name: _read(DeviceProfile, entry, rows=tuple(_read(Measurement, row) for row in entry["rows"]))
             for name, entry in record["devices"].items()
+            if entry["rows"]
         }
         quality = _read(Quality, record["quality"], timings=())
         profile = _read(BudgetProfile, record, quality=quality, devices=devices)

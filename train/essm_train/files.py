@@ -177,7 +177,7 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def set_aside(path: Path, name: str) -> str:
-    """Give a folder another name, with the first number where it is taken; the name."""
+    """Give a file or folder another name, with the first number where it is taken; the name."""
     names = (f"{name}-{n}" if n else name for n in itertools.count())
     free = next(each for each in names if not os.path.lexists(path.with_name(each)))
     os.replace(path, path.with_name(free))

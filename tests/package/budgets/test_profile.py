@@ -166,6 +166,8 @@ def test_devices_stand_side_by_side(tmp_path):
     again = read_profile(path).merge(device(HERE, (2.0, 2.5, 3.0, 4.0, 6.0)))
     assert again.devices[THERE] == both.devices[THERE] and again.choose(max_latency_ms=5.0) == 16  # 32 before
     assert list(tmp_path.iterdir()) == [path]
+    both.merge(replace(device(THERE), rows=())).save(path)
+    assert list(read_profile(path).devices) == [HERE]  # nothing was measured on the other
 
 
 @pytest.mark.parametrize("keys", [["weights"], ["quality", "budgets"], ["devices", HERE, "rows", 0, "max_ms"]])

@@ -273,6 +273,13 @@ def test_damaged_lines_of_the_log_are_dropped(arguments, finished, tmp_path):
     assert read_log(tmp_path) == read_log(finished)
 
 
+def test_without_a_checkpoint_an_earlier_log_is_kept(arguments, tmp_path, capsys):
+    (tmp_path / "log.jsonl").write_text('{"update": 1, "loss": 5.0}\n')
+    train(arguments(tmp_path))
+    assert (tmp_path / "earlier-log.jsonl").read_text() == '{"update": 1, "loss": 5.0}\n'
+    assert "earlier-log.jsonl" in capsys.readouterr().out and read_log(tmp_path)[0]["update"] == 1
+
+
 def test_a_second_run_in_the_folder_is_refused(arguments, tmp_path):
     """Until the first one ends."""
     args = parse_arguments(CLMArguments, arguments(tmp_path / "run"))

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers.trainer_utils import enable_full_determinism
 
 from essm_train.arguments import RunArguments
-from essm_train.files import alone_in, check_writable, naming, write_text
+from essm_train.files import alone_in, check_writable, naming, set_aside, write_text
 from essm_train.publish.hub import check_can_push
 from modeling_essm.budgets.profile import cpu_cores, device_name
 
@@ -124,7 +124,8 @@ class RunLog:
 
     Args:
         settings: of the run, for the trackers.
-        last: the update that a run goes on from. Lines after it are dropped, and so are damaged ones.
+        last: the update that a run goes on from. Lines after it are dropped, and so are damaged ones. With 0, what lies
+            there is of an earlier run and becomes earlier-log.jsonl.
     """
 
     def __init__(self, accelerator: Accelerator, path: Path, settings: dict[str, Any], last: int):
@@ -132,6 +133,8 @@ class RunLog:
         plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in settings.items()}
         accelerator.init_trackers("essm", plain)
         if accelerator.is_main_process:
+            if last == 0 and path.exists():
+                say(accelerator, f"{path} of an earlier run is now {set_aside(path, f'earlier-{path.name}')}")
             text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
             lines = text.split("\n")[:-1]  # the last may be a half
             write_text(path, "".join(f"{line}\n" for line in lines if 0 < _update_of(line) <= last))
