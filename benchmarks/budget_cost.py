@@ -82,7 +82,7 @@ def compute_table(args: argparse.Namespace) -> dict[str, Any]:
     small = {"hidden_size": 32, "num_hidden_layers": 2} if args.quick else {}
     config = common.configuration(args.config, **small)
     budgets = common.clipped(BUDGETS, config)
-    prompt, length, steps = (64, 32, 4) if args.quick else (args.prompt, args.length, args.steps)
+    prompt, length, steps = (64, 32, 4) if args.quick else (args.prompt, args.length, 32)
     settings = {"prompt": prompt, "length": length, "batch": 1, "threads": 1, "rounds": args.rounds}
     _, report = common.start("budget_cost", args, config, **settings)
     torch.manual_seed(0)
@@ -167,7 +167,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     p.add_argument("--table", choices=("all", *TABLES), default="all")
     p.add_argument("--prompt", type=int, default=4096, help="tokens of a prompt")
     p.add_argument("--length", type=int, default=1024, help="tokens of an update")
-    p.add_argument("--steps", type=int, default=32, help="decoded tokens of one sample")
     p.add_argument("--folder", type=Path, help="where the checkpoint is written; by default a temporary folder")
     args = p.parse_args(argv)
     if args.out and args.table == "all":

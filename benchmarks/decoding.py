@@ -106,7 +106,7 @@ def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
     batches = args.batches or ([1] if args.quick else [1, 16])
     config = common.configuration(args.config, filter_length=131072, **({"num_hidden_layers": 2} if args.quick else {}))
     budgets = common.clipped([4, 32] if args.quick else [2, 4, 8, 32], config)
-    steps = args.steps or (8 if args.quick else 64)
+    steps = 8 if args.quick else 64
     settings = {"contexts": contexts, "batches": batches, "budgets": budgets, "steps": steps}
     device, report = begin("decoding", config, args, **settings)
     model = make_model(config, device)
@@ -169,7 +169,7 @@ def measure_limit(eager: Any, compiled: Any, memory: Tensor, K: int, rounds: int
 
 def peers_table(args: argparse.Namespace) -> dict[str, Any]:
     contexts = args.contexts or ([128, 160] if args.quick else [1024, 16384])
-    steps = args.steps or (2 if args.quick else 16)
+    steps = 2 if args.quick else 16
     device = common.pick_device(args.device)
     room = max(contexts) + (args.rounds + 2) * max(steps, 64)  # each sample may repeat its steps until they last
     models = {name: m.to(device, common.dtype_of(device)).eval() for name, m in make_models(room, args).items()}
@@ -213,7 +213,7 @@ def measure_peers(
 
 def prompt_table(args: argparse.Namespace) -> dict[str, Any]:
     lengths = sorted(args.contexts or ([256, 512] if args.quick else [1 << 14, 1 << 16, 1 << 18, 1 << 20]))
-    chunk = args.chunk or (128 if args.quick else 8192)
+    chunk = 128 if args.quick else 8192
     small = {"num_hidden_layers": 2, "hidden_size": 32} if args.quick else {}
     config = common.configuration(args.config, filter_length=512 if args.quick else max(*lengths, 1 << 20), **small)
     (K,) = common.clipped([4], config)
@@ -248,8 +248,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--table", choices=TABLES, default="contexts")
     p.add_argument("--contexts", type=int, nargs="+", help=f"tokens read before, of peers at least {SHORT}; or prompts")
     p.add_argument("--batches", type=int, nargs="+", help="of contexts")
-    p.add_argument("--steps", type=int, help="decoded tokens of one sample")
-    p.add_argument("--chunk", type=int, help="of prompt: tokens of a piece")
     p.add_argument("--backend", default="inductor", help="of limit: compiles the steps")
     args = p.parse_args(argv)
     return common.finish(TABLES[args.table](args), args)

@@ -290,12 +290,12 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--block_size", type=int, default=1024, help="tokens per held-out block")
     p.add_argument("--max_blocks", type=int, default=256, help="held-out blocks, spread evenly over the text")
     p.add_argument("--context", type=int, default=256, help="tokens read before those that are timed")
-    p.add_argument("--steps", type=int, default=32, help="decoded tokens of one sample")
     args = p.parse_args(argv)
     train, held_out = (list(documents.read_files(paths)) for paths in (args.train_file, args.text_files))
     if args.quick:
-        train, held_out, args.max_blocks, args.steps, args.context = train[:3], held_out[:1], 2, 4, 32
-    settings = {name: getattr(args, name) for name in ("block_size", "max_blocks", "context", "steps")}
+        train, held_out, args.max_blocks, args.context = train[:3], held_out[:1], 2, 32
+    steps = 4 if args.quick else 32  # decoded tokens of one sample
+    settings = {name: getattr(args, name) for name in ("block_size", "max_blocks", "context")} | {"steps": steps}
     record = json.loads(args.record.read_text(encoding="utf-8")) if args.record else {"models": {}, "results": []}
     named = [(common.name_of(path), path) for path in args.models] + ([(WRITER, args.writer)] if args.writer else [])
     folders = dict(named)
@@ -334,7 +334,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         one = Decoder(WithCache(model) if isinstance(model, BaselineForCausalLM) else model, budget)
         one.check(context)
         one.read(context)
-        calls[key] = functools.partial(one.sample, context[:, -1:], context.shape[1], args.steps)
+        calls[key] = functools.partial(one.sample, context[:, -1:], context.shape[1], steps)
         rows[key] = {"name": key[0], "budget": key[1], "weights": weights_read(model, key[1])}
         rows[key]["state_bytes"] = common.state_bytes(one.cache)
     report["load"] = [os.getloadavg()[0]]
@@ -343,7 +343,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report["load"].append(os.getloadavg()[0])
     for key, row in rows.items():
         row["bits_per_byte"] = kept[key] if key[0] not in folders else text.value(sizes[key], key[1])
-        row["seconds_per_token"] = common.per(seconds[key], args.steps)
+        row["seconds_per_token"] = common.per(seconds[key], steps)
         row["time_over_first"] = common.ratio(seconds[key], next(iter(seconds.values())))
     report["results"] = [*rows.values()]
     if args.writer:

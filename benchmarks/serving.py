@@ -5,11 +5,12 @@
     python -m benchmarks.serving --config hub_configs/essm-elastic-21m --loads 0.5 0.9
 
 Prompts have 16 to 512 bytes and answers 16 to 128. The same requests go to four servers: at full size, where `--rows`
-rows fit; with two thirds of them at --small, in the same bytes of state; those in no more rows than at full size; and
-those one at a time. What each serves when all requests are there at once is measured in rounds that take turns. Then
-requests arrive at random times (Poisson): a load is the share of what is served at full size. Waiting is told from
-arrival. Batches of other sizes round otherwise: the share of requests that are answered as one at a time shows where
-two tokens are nearly as likely. Weights are random without --model. fp32 on the CPU, one thread; bf16 on a GPU.
+rows fit; with two thirds of them at the preset "small", or K = 2, in the same bytes of state; those in no more rows
+than at full size; and those one at a time. What each serves when all requests are there at once is measured in rounds
+that take turns. Then requests arrive at random times (Poisson): a load is the share of what is served at full size.
+Waiting is told from arrival. Batches of other sizes round otherwise: the share of requests that are answered as one at
+a time shows where two tokens are nearly as likely. Weights are random without --model. fp32 on the CPU, one thread;
+bf16 on a GPU.
 """
 
 from __future__ import annotations
@@ -132,7 +133,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     common.add_config(p)
     p.add_argument("--model", type=Path, help="saved language model; else one of --config with random weights")
     p.add_argument("--rows", type=int, default=16, help="requests at full size that run at once")
-    p.add_argument("--small", type=int, help="K of the small size, by default what the model's presets say, else 2")
     p.add_argument("--requests", type=int)
     p.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.9])
     args = p.parse_args(argv)
@@ -142,7 +142,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     else:
         model = ESSMForCausalLM(common.configuration(args.config, **({"num_hidden_layers": 2} if args.quick else {})))
     capacity, presets = model.config.num_spectral_channels, model.config.budget_presets or {}
-    sizes = {"small": args.small or presets.get("small", 2), "full": capacity}
+    sizes = {"small": presets.get("small", 2), "full": capacity}
     model.config.budget_presets = sizes
     count = args.requests or (6 if args.quick else 96)
     settings = {"rows": args.rows, "requests": count, "sizes": sizes, "threads": 1}
