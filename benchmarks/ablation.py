@@ -42,15 +42,23 @@ EQUAL_COMPUTE = 2.75  # updates of "rows" that take as long as one of every sepa
 
 
 def _elastic(
-    layers: int = 6, expansion: float = 2.0, feed_forward: float = 0.0, memory: float = 0.0, **fields: Any
+    layers: int = 6,
+    expansion: float = 2.0,
+    feed_forward: float = 0.0,
+    memory: float = 0.0,
+    optimizer: str = "adamw",
+    **fields: Any,
 ) -> Row:
     """The elastic block of the protocol with some of its parts exchanged."""
     fields = {"block": "elastic", "num_spectral_channels": 8} | fields
-    return Row(layers, fields, expansion, feed_forward, memory=memory, schedule="family")
+    return Row(layers, fields, expansion, feed_forward, memory=memory, schedule="family", optimizer=optimizer)
 
 
 _BASE, _MEMORY = _elastic(), _elastic(memory=1 / 8)
+_MUON = _elastic(optimizer="muon")
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
+# The library's own scale of new weights for Mamba-2.
+_MAMBA2 = Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES)
 ROWS: dict[str, Row] = {
     "paper": Row(3, {"num_spectral_channels": 16}),
     "elastic": _BASE,
@@ -78,9 +86,12 @@ ROWS: dict[str, Row] = {
     "elastic, full alone": dataclasses.replace(_BASE, full_share=1.0),
     "elastic, memory, full alone": dataclasses.replace(_MEMORY, full_share=1.0),
     **{f"elastic, K = {K} alone": dataclasses.replace(_BASE, full_share=1.0, channels=K) for K in (1, 2, 4)},
+    "elastic, muon": _MUON,
+    "elastic, muon, full alone": dataclasses.replace(_MUON, full_share=1.0),
+    **{f"elastic, muon, K = {K} alone": dataclasses.replace(_MUON, full_share=1.0, channels=K) for K in (1, 2, 4)},
     "llama": Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES),
-    # The library's own scale of new weights for Mamba-2.
-    "mamba2": Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES),
+    "mamba2": _MAMBA2,
+    "mamba2, muon": dataclasses.replace(_MAMBA2, optimizer="muon"),
     # MatMamba's rule: Mamba-2 with nested heads, 1, 2, 4 and 8 eighths of them in every update, all on the whole batch.
     "mamba2, nested": Row(
         4, {"initializer_range": 0.1}, peer="matmamba", hidden_size=160, rates=_PEER_RATES, schedule="sandwich"

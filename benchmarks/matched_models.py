@@ -36,7 +36,7 @@ class Row:
         peer: architecture of essm_train/baselines/models.py instead. hidden_size: of a peer, to begin with.
         rates: learning rates. updates: over those of the table, for models compared at equal time.
         full_share: of the updates, the first ones, that are at the full budget; 1 is no budget dropout.
-        schedule: of the budgets of the others.
+        schedule: of the budgets of the others. optimizer: of RunArguments.
         channels: that the model has of those of the shape, as a separate model of a smaller size has.
         rereads: whether it reads no more text than the others, pass after pass, where it has more updates.
     """
@@ -52,6 +52,7 @@ class Row:
     updates: float = 1.0
     full_share: float = 0.0
     schedule: str = "discrete"
+    optimizer: str = "adamw"
     channels: int | None = None
     rereads: bool = False
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from essm_train.files import write_json
 from essm_train.models import capacity_of, run_part
 from essm_train.run.loop import make_schedule
-from essm_train.run.steps import adamw, make_scheduler, update
+from essm_train.run.steps import make_optimizer, make_scheduler, update
 from modeling_essm import ESSMForCausalLM
 from modeling_essm.training.budget_dropout import Part, budget_losses
 
@@ -61,7 +61,7 @@ def training_arguments(row: Row, updates: int, rate: float, seed: int) -> dict[s
     updates = round(updates * row.updates)
     fields = {"max_steps": updates, "full_budget_updates": round(updates * row.full_share), "learning_rate": rate}
     fields |= {"warmup_steps": 50, "weight_decay": 0.1, "adam_beta2": 0.95, "max_grad_norm": 1.0, "seed": seed}
-    return fields | {"budget_schedule": row.schedule}
+    return fields | {"budget_schedule": row.schedule, "optimizer": row.optimizer}
 
 
 def fit(
@@ -132,7 +132,7 @@ def train(
         forward: of the model, a batch and a part of the update, to an output with a `loss`.
     """
     schedule = make_schedule(args, model)
-    optimizer = adamw(model, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
+    optimizer = make_optimizer(model, args)
 
     def losses(update: int, batch: dict[str, Tensor]) -> Iterator[Tensor]:
         parts = schedule.parts(update, len(batch["labels"]))

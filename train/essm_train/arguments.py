@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import yaml
 
@@ -102,7 +102,8 @@ class RunArguments:
     min_lr_rate: float | None = arg(None, f"With '{_WITH_FLOOR}': where it ends, as a share of the peak.")
     decay_steps: int | None = arg(None, f"With '{_STABLE}': the last updates, over which it falls to 0.")
     warmup_steps: int = arg(50, "Updates of linear warm-up before the peak.")
-    weight_decay: float = arg(0.1, "AdamW's, on matrices only: not on norms, biases and embeddings.")
+    optimizer: Literal["adamw", "muon"] = arg("adamw", "'muon': for matrices of linear layers, AdamW for all else.")
+    weight_decay: float = arg(0.1, "On matrices only: not on norms, biases and embeddings.")
     adam_beta2: float = arg(0.95, "AdamW's decay of squared gradients.")
     max_grad_norm: float = arg(1.0, "Gradients are clipped to this norm; inf clips none.")
     ema_decay: float = arg(0.0, "Decay of an exponential average of the weights; 0 keeps none.")

@@ -21,9 +21,9 @@ from essm_train.measure.scoring import Metric
 from essm_train.run import accelerator as run_accelerator
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.loop import Progress, eval_budgets
-from essm_train.run.steps import parameter_groups
+from essm_train.run.steps import adamw, make_optimizer, parameter_groups
 from essm_train.run.weights import WeightAverage
-from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
 
 
 def test_validated_budgets():
@@ -40,6 +40,33 @@ def test_only_matrices_decay():
     exempt = {names[id(p)] for p in others["params"]}
     assert exempt == {n for n in names.values() if n.endswith(".bias") or "norm" in n or "embed" in n}
     assert len(decayed["params"]) + len(exempt) == len(names)
+
+
+def test_muon_moves_the_matrices_of_the_body_and_adamw_all_else():
+    """As each does alone, at the decay and rate of RunArguments."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_spectral_channels": 4, "filter_length": 64}
+    config = ESSMConfig(block="elastic", num_labels=3, **sizes)
+    models = [ESSMForSequenceClassification(config) for _ in range(3)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    names = [n for n, _ in models[0].named_parameters()]
+    matrices = {f"model.layers.0.mixer.{n}.weight" for n in ("in_proj", "gate_in", "out_proj")}
+    assert matrices < {*names} and "score.weight" in names
+    args = RunArguments(optimizer="muon", learning_rate=0.02, weight_decay=0.3, adam_beta2=0.9)
+    both, other = make_optimizer(models[0], args), adamw(models[2], 0.02, 0.3, (0.9, 0.9))
+    alone = [p for n, p in models[1].named_parameters() if n in matrices]
+    muon = torch.optim.Muon(alone, 0.02, 0.3, adjust_lr_fn="match_rms_adamw")
+    for _ in range(2):
+        for p, *copies in zip(*(model.parameters() for model in models)):
+            p.grad = torch.randn_like(p)
+            for copy in copies:
+                copy.grad = p.grad.clone()
+        for optimizer in (both, muon, other):
+            optimizer.step()
+    for name, mine, orthogonal, rest in zip(names, *(model.parameters() for model in models)):
+        assert torch.equal(mine, orthogonal if name in matrices else rest), name
+        assert not torch.equal(orthogonal, rest)
 
 
 @pytest.mark.parametrize(

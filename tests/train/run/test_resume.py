@@ -35,7 +35,7 @@ KILLED = [-signal.SIGKILL]
 
 
 EPOCH_AND_A_HALF = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
-EPOCH_AND_A_HALF |= {"max_steps": 18, "save_steps": 4, "eval_steps": 5}
+EPOCH_AND_A_HALF |= {"max_steps": 18, "save_steps": 4, "eval_steps": 5, "optimizer": "muon"}
 
 
 @pytest.mark.parametrize("kind", ["map-style", pytest.param("streaming", marks=pytest.mark.slow)])

@@ -51,7 +51,7 @@ from essm_train.run.checkpoints import (
     read_run_state,
     save_checkpoint,
 )
-from essm_train.run.steps import adamw, make_scheduler, update
+from essm_train.run.steps import make_optimizer, make_scheduler, update
 from essm_train.run.weights import WeightAverage, non_finite, save_model
 from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.budgets.profile import device_name
@@ -217,7 +217,7 @@ class _Run:
         args, network = self.args, self.task.model
         if args.gradient_checkpointing and not network.supports_gradient_checkpointing:
             raise ValueError(f"gradient_checkpointing is not supported by {type(network).__name__}")
-        optimizer = adamw(network, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
+        optimizer = make_optimizer(network, args)
         plan = [[0, self.max_steps]]
         make_scheduler(optimizer, args.warmup_steps, plan, args.lr_scheduler_type, args.lr_scheduler_kwargs)
 
@@ -247,7 +247,7 @@ class _Run:
                     layer.compile(dynamic=False)
             else:
                 network.compile()
-        optimizer = adamw(network, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
+        optimizer = make_optimizer(network, args)
         plan = saved.get("plan", [[0, self.max_steps]])
         self.extended = self.max_steps > plan[-1][1]  # which `find_run` allows only if it was asked for
         self.plan = [*plan, [saved["update"], self.max_steps]] if self.extended else plan

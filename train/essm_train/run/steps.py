@@ -1,5 +1,5 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""The plain pieces of training: parameter groups, AdamW, the learning rate, one update.
+"""The plain pieces of training: parameter groups, optimizers, the learning rate, one update.
 
 `update` is where an optimizer steps in training. `essm_train.run.loop` calls it under Accelerate, with checkpoints and
 validation around it.
@@ -7,13 +7,14 @@ validation around it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -38,6 +39,44 @@ def adamw(
     fused = next(model.parameters()).device.type in ("cpu", "cuda", "mps", "xpu")
     groups = parameter_groups(model, weight_decay)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused, capturable=capturable)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the matrices of linear layers, AdamW for all else, as one optimizer with one learning rate.
+
+    torch's Muon (https://kellerjordan.github.io/posts/muon) orthogonalizes the momentum of a matrix in bfloat16. Its
+    steps are scaled to the RMS that AdamW's have (Liu et al. 2025, arXiv 2502.16982), so that both share a rate and a
+    weight decay. Heads, which lie outside of `model.base_model`, are AdamW's, as embeddings are.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        learning_rate: float,
+        weight_decay: float = 0.1,
+        betas: tuple[float, float] = (0.9, 0.95),
+    ) -> None:
+        rest = adamw(model, learning_rate, weight_decay, betas)
+        decayed = rest.param_groups[0]
+        linear = {id(m.weight) for m in model.base_model.modules() if isinstance(m, nn.Linear)}
+        matrices = [p for p in decayed["params"] if id(p) in linear]
+        decayed["params"] = [p for p in decayed["params"] if id(p) not in linear]
+        muon = torch.optim.Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw")
+        self._parts = [(muon, 1), (rest, 2)]  # with their numbers of groups
+        super().__init__([*muon.param_groups, *rest.param_groups], {"lr": learning_rate})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        groups = iter(self.param_groups)  # other objects after load_state_dict, as the state is
+        for part, count in self._parts:
+            part.state, part.param_groups = self.state, [*itertools.islice(groups, count)]
+            part.step()
+
+
+def make_optimizer(model: Any, args: Any) -> torch.optim.Optimizer:
+    """The optimizer that RunArguments ask for."""
+    make = Muon if args.optimizer == "muon" else adamw
+    return make(model, args.learning_rate, args.weight_decay, (0.9, args.adam_beta2))
 
 
 def make_scheduler(
