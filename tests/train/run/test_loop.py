@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/run: what an update does to the weights, what is measured and saved, and what stops a run."""
 
+import copy
 import json
 import math
 import shutil
@@ -57,11 +58,14 @@ def test_muon_moves_the_matrices_of_the_body_and_adamw_all_else():
     both, other = make_optimizer(models[0], args), adamw(models[2], 0.02, 0.3, (0.9, 0.9))
     alone = [p for n, p in models[1].named_parameters() if n in matrices]
     muon = torch.optim.Muon(alone, 0.02, 0.3, adjust_lr_fn="match_rms_adamw")
-    for _ in range(2):
+    for rate in (0.02, 0.01):
+        both.load_state_dict(copy.deepcopy(both.state_dict()))  # what a checkpoint brings, and the schedule after it
+        for group in (*both.param_groups, *muon.param_groups, *other.param_groups):
+            group["lr"] = rate
         for p, *copies in zip(*(model.parameters() for model in models)):
             p.grad = torch.randn_like(p)
-            for copy in copies:
-                copy.grad = p.grad.clone()
+            for one in copies:
+                one.grad = p.grad.clone()
         for optimizer in (both, muon, other):
             optimizer.step()
     for name, mine, orthogonal, rest in zip(names, *(model.parameters() for model in models)):
