@@ -87,6 +87,7 @@ ROWS: dict[str, Row] = {
     "elastic, memory, full alone": dataclasses.replace(_MEMORY, full_share=1.0),
     **{f"elastic, K = {K} alone": dataclasses.replace(_BASE, full_share=1.0, channels=K) for K in (1, 2, 4)},
     "elastic, muon": _MUON,
+    "elastic, muon, rows, equal compute": dataclasses.replace(_MUON, schedule="rows", updates=EQUAL_COMPUTE),
     "elastic, muon, full alone": dataclasses.replace(_MUON, full_share=1.0),
     **{f"elastic, muon, K = {K} alone": dataclasses.replace(_MUON, full_share=1.0, channels=K) for K in (1, 2, 4)},
     "llama": Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES),
