@@ -219,7 +219,7 @@ def test_the_best_model_is_the_earlier_of_equals(arguments, validations, tmp_pat
     train(arguments(tmp_path, eval_steps=2, save_steps=4, load_best_model_at_end=True))
 
 
-def test_a_best_model_of_later_updates_is_not_taken(arguments, validations, tmp_path):
+def test_a_best_model_of_later_updates_is_not_taken(arguments, validations, tmp_path, capsys):
     validations([3.0, 2.0])
     fields = {"eval_steps": 2, "save_steps": 4, "load_best_model_at_end": True}
     train(arguments(tmp_path, **fields, max_steps=4))
@@ -229,6 +229,12 @@ def test_a_best_model_of_later_updates_is_not_taken(arguments, validations, tmp_
     message = r"best holds the weights of update 8, and the best ones .* of update 4, are gone"
     with pytest.raises(ValueError, match=message):
         train(back)
+    shutil.rmtree(tmp_path / "best")
+    capsys.readouterr()
+    validations([2.5, 0.5])
+    train([*arguments(tmp_path, **fields, max_steps=8), "--extend"])
+    assert "best is not there, and the best ones of this run, of update 4, are gone. Without" in capsys.readouterr().out
+    assert json.loads((tmp_path / "best" / "best.json").read_text())["update"] == 8
 
 
 def test_what_counts_as_better():

@@ -283,6 +283,9 @@ class _Run:
             what = f"extended to {self.max_steps} updates" if self.extended else "resuming"
             what = "finished already" if done else what
             say(self.accelerator, f"{what}: {self.checkpoint} holds update {self.progress.update}")
+            waits = self.args.load_best_model_at_end and not done and self.progress.best is not None
+            if waits and (reason := self._lost_best()):
+                say(self.accelerator, f"{reason}. Without a better validation to come, the end of the run will fail")
         self.log = RunLog(self.accelerator, self.output_dir / "log.jsonl", self.identity, self.progress.update)
         return done
 
@@ -487,8 +490,8 @@ class _Run:
         if finished_before and self._is_saved(folder):
             say(self.accelerator, f"kept {folder} as it is")
             return
-        if is_best:
-            self._check_best()
+        if is_best and (reason := self._lost_best()):
+            raise ValueError(f"{reason}: leave out load_best_model_at_end, or train anew")
         if self.accelerator.is_main_process:
             self._set_earlier_aside(folder)
         if is_best:
@@ -501,15 +504,18 @@ class _Run:
                 self._save_model("model")
         say(self.accelerator, what)
 
-    def _check_best(self) -> None:
-        """Raises ValueError if `best` is of later updates, from before the run went back to an earlier checkpoint."""
-        record = self.output_dir / BEST / f"{BEST}.json"
-        found, best = json.loads(record.read_text(encoding="utf-8"))["update"], self.progress.best_update
-        if found != best:
-            raise ValueError(
-                f"{record.parent} holds the weights of update {found}, and the best ones of this run, of update "
-                f"{best}, are gone: leave out load_best_model_at_end, or train anew"
-            )
+    def _lost_best(self) -> str:
+        """Why this run's best weights are not in `best`, "" if they are. They may be deleted, or replaced by those of
+        later updates, from before the run went back to an earlier checkpoint."""
+        folder, best = self.output_dir / BEST, self.progress.best_update
+        try:
+            found = json.loads((folder / f"{BEST}.json").read_text(encoding="utf-8"))["update"]
+        except (OSError, ValueError, LookupError, TypeError):
+            found = None
+        if found == best:
+            return ""
+        held = f"holds the weights of update {found}" if found else "is not there"
+        return f"{folder} {held}, and the best ones of this run, of update {best}, are gone"
 
     def _set_earlier_aside(self, folder: Path) -> None:
         """The model of a run that had ended, to which its user may have added; one that was killed left no record."""
