@@ -40,9 +40,12 @@ RUNS = {
     "serving": ["--loads", 0.5],
     "training_step --table models": ["--length", 64],
     "budget_cost --table compute": [],
-    "ablation_speed": ["--only", "elastic", "mamba2", "mamba2, library"],
 }
-SLOW = {"budget_cost --table loading": [], "training_step --table dropout": ["--length", 64]}
+SLOW = {
+    "ablation_speed": ["--only", "elastic", "mamba2", "mamba2, library"],
+    "budget_cost --table loading": [],
+    "training_step --table dropout": ["--length", 64],
+}
 
 
 @pytest.mark.parametrize("name", [*RUNS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])

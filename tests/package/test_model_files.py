@@ -28,7 +28,14 @@ from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
 ONE = {"num_hidden_layers": 1}
 
 
-@pytest.mark.parametrize("fields", [{}, VARIANTS["memory"] | ONE, HYBRID], ids=["paper", "elastic", "hybrid"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="paper"),
+        pytest.param(VARIANTS["memory"] | ONE, id="elastic"),
+        pytest.param(HYBRID, id="hybrid", marks=pytest.mark.slow),
+    ],
+)
 @torch._dynamo.config.patch(recompile_limit=32)
 def test_compiled_calls_and_training_equal_eager(fields):
     torch._dynamo.reset()

@@ -237,6 +237,7 @@ def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_pa
             export(*arguments, "--overwrite")
 
 
+@pytest.mark.slow
 def test_a_wrong_program_is_not_published(tmp_path, monkeypatch):
     """One whose logits are off, or whose states are after two steps; of a model without a state of a convolution."""
     fields = VARIANTS["elastic"] | ONE | {"filter_length": 64, "num_spectral_channels": 2, "conv_kernel_size": 1}

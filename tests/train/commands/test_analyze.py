@@ -82,6 +82,11 @@ def test_script(block, tmp_path, monkeypatch, capsys):
     if json.loads((model / "config.json").read_text())["gating"] == "nested":
         for head in (1, 2, 8):  # which mixes so many filters
             assert re.search(rf"layer 1, head {head}: .* entropy [0-9.]+ of {math.log(head):.3f}\n", printed)
+        return
+    random_model(num_spectral_channels=8, gating="none").save_pretrained(model)
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--overwrite"])
+    analyze.run()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"analysis.json", "cost.png"}
 
 
 @blocks

@@ -167,5 +167,7 @@ def analyze(args: Any) -> None:
             mixed = int(mean.count_nonzero())  # head j may mix filters 1 to j only
             most = ", ".join(f"{int(k) + 1}: {float(mean[k]):.3f}" for k in mean.argsort(descending=True)[:4])
             print(f"{name}: largest mean gates {most}; entropy {entropy:.3f} of {math.log(mixed):.3f}")
+    else:
+        (output_dir / "gates.png").unlink(missing_ok=True)  # of a model that had gates, which was to be overwritten
     write_json(output_dir / "analysis.json", record)
     print(f"saved {', '.join([str(output_dir / 'analysis.json'), *drawn])}")
