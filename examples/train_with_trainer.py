@@ -5,8 +5,8 @@
     python examples/train_with_trainer.py --train_file a.txt b.txt --max_steps 2000 --torch_compile
 
 It leaves `output_dir/model` and prints bits per byte at every budget that was trained. The figures are near those of
-essm-train-clm: Trainer orders the samples in its own way, decays embeddings too and keeps no average of the weights. It
-reads no streams, stops at no patience, and a run goes on only with --resume_from_checkpoint.
+essm-train-clm: Trainer orders the samples in its own way and keeps no average of the weights. It reads no streams,
+stops at no patience, and a run goes on only with --resume_from_checkpoint.
 """
 
 import dataclasses
@@ -23,6 +23,7 @@ from essm_train.data.text import load_text
 from essm_train.files import claim
 from essm_train.run.language import build_model, make_encoder
 from essm_train.run.loop import make_schedule
+from essm_train.run.steps import make_optimizer
 from modeling_essm.training import BudgetDropoutCallback
 
 args = parse_arguments(CLMArguments)
@@ -48,6 +49,7 @@ trainer = Trainer(
     train_dataset=Dataset.from_dict({"input_ids": blocks, "labels": blocks}),
     eval_dataset=Dataset.from_dict({"input_ids": held_out.numpy(), "labels": labels.numpy()}),
     callbacks=[BudgetDropoutCallback(schedule, args.distillation_weight)],
+    optimizers=(make_optimizer(model, args), None),
 )
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 trainer.save_model(f"{args.output_dir}/model")

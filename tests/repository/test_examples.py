@@ -2,6 +2,7 @@
 """Every example runs offline from end to end."""
 
 import pytest
+import torch
 from apart import run_script
 from helpers import ROOT, random_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -62,13 +63,14 @@ def test_train_with_trainer(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"abcdefgh" * 500)
     options = "--config_overrides hidden_size=16,num_hidden_layers=1,filter_length=64 --block_size 32 --sweep_blocks 2"
     options += " --validation_blocks 2 --max_steps 40 --warmup_steps 2 --learning_rate 0.02 --eval_steps 40"
-    options += " --lr_scheduler_type warmup_stable_decay --decay_steps 10"
+    options += " --lr_scheduler_type warmup_stable_decay --decay_steps 10 --optimizer muon"
     places = ["--output_dir", str(tmp_path / "run"), "--train_file", str(tmp_path / "a.txt")]
     lines = run_example("train_with_trainer.py", *places, *options.split())
     figures = [line.split() for line in lines if line.startswith("K = ")]
     assert [figure[2] for figure in figures] == ["1:", "2:", "3:", "4:", "6:", "8:"]
     assert all(float(figure[3]) < 2 for figure in figures)  # 8 letters, equally frequent, take 3 bits
-    assert (tmp_path / "run" / "checkpoint-40").is_dir()  # save_steps is 100, and the last has one
+    state = torch.load(tmp_path / "run" / "checkpoint-40" / "optimizer.pt")  # save_steps is 100, and the last has one
+    assert any("channel" in group for group in state["param_groups"])
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", trust_remote_code=False)
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").vocab_size == 259
     again = run_script(ROOT / "examples" / "train_with_trainer.py", *places, *options.split())

@@ -43,26 +43,35 @@ def test_only_matrices_decay():
     assert len(decayed["params"]) + len(exempt) == len(names)
 
 
-def orthogonalized_by_svd(matrix):
-    """What five Newton-Schulz steps make of a matrix, by what they do to its singular values."""
-    U, S, V = torch.linalg.svd(matrix.double(), full_matrices=False)
+def muon_step(matrix):
+    """What moves a weight by Muon at rate 1, by what five Newton-Schulz steps do to singular values."""
+    U, S, V = torch.linalg.svd(matrix, full_matrices=False)
     S = S / S.norm()
     for _ in range(5):
         S = 3.4445 * S - 4.7750 * S**3 + 2.0315 * S**5
-    return U * S @ V
+    return U * S @ V * 0.2 * max(matrix.shape) ** 0.5
 
 
-def test_muon_moves_the_matrices_of_the_body_and_adamw_all_else():
-    """As each does alone, at the decay and rate of RunArguments."""
+def test_muon_moves_the_matrices_of_the_body_channel_by_channel_and_adamw_all_else():
+    """As AdamW does alone, at the decay and rate of RunArguments. An attention layer has no channels."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_spectral_channels": 4, "filter_length": 64}
-    config = ESSMConfig(block="elastic", num_labels=3, **sizes)
-    model, other = (ESSMForSequenceClassification(config) for _ in range(2))
+    sizes = {"hidden_size": 8, "num_spectral_channels": 4, "filter_length": 64, "intermediate_size": 16}
+    hybrid = {"layer_types": ["linear_attention", "full_attention"], "num_attention_heads": 2, "num_hidden_layers": 2}
+    model, other = (
+        ESSMForSequenceClassification(ESSMConfig(block="elastic", num_labels=3, **sizes, **hybrid)) for _ in range(2)
+    )
     other.load_state_dict(model.state_dict())
     exact = {name: p.detach().double() for name, p in model.named_parameters()}
     momenta = {name: torch.zeros_like(p) for name, p in exact.items()}
-    matrices = {f"model.layers.0.mixer.{n}.weight" for n in ("in_proj", "gate_in", "out_proj")}
+    names = {0: ("mixer.in_proj", "mixer.gate_in", "mixer.out_proj", "ffn.up", "ffn.down")}
+    names[1] = ("ffn.up", "ffn.down", *(f"self_attn.{x}_proj" for x in "qkvo"))
+    matrices = {f"model.layers.{layer}.{name}.weight" for layer, inside in names.items() for name in inside}
     assert matrices < exact.keys() and "score.weight" in exact
+
+    def parts(name: str) -> dict[str, int]:
+        """Arguments of `chunk`: channels lie beside each other in what a projection reads or in what it writes."""
+        return {"chunks": 4 if ".0." in name else 1, "dim": int("out_proj" in name or "down" in name)}
+
     args = RunArguments(optimizer="muon", learning_rate=0.02, weight_decay=0.3, adam_beta2=0.9)
     both, alone = make_optimizer(model, args), adamw(other, 0.02, 0.3, (0.9, 0.9))
     for rate in (0.02, 0.01):
@@ -74,8 +83,8 @@ def test_muon_moves_the_matrices_of_the_body_and_adamw_all_else():
             q.grad = p.grad.clone()
             if name in matrices:
                 momenta[name] = 0.95 * momenta[name] + 0.05 * p.grad
-                step = orthogonalized_by_svd(0.05 * p.grad + 0.95 * momenta[name])
-                exact[name] = (1 - rate * 0.3) * exact[name] - rate * 0.2 * max(p.shape) ** 0.5 * step
+                moves = [muon_step(part) for part in (0.05 * p.grad + 0.95 * momenta[name]).chunk(**parts(name))]
+                exact[name] = (1 - rate * 0.3) * exact[name] - rate * torch.cat(moves, parts(name)["dim"])
         both.step()
         alone.step()
     for (name, p), q in zip(model.named_parameters(), other.parameters()):

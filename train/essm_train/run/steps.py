@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel, get_scheduler
+
+from modeling_essm.loading_essm import channel_parameters
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -45,7 +48,8 @@ class Muon(torch.optim.Optimizer):
     `model.base_model`, AdamW for all else, embeddings and heads included; one learning rate and weight decay for both.
 
     A matrix (m, n) moves by lr * 0.2 sqrt(max(m, n)) times its orthogonalized Nesterov momentum: by the RMS of AdamW's
-    steps (Liu et al. 2025, arXiv 2502.16982).
+    steps (Liu et al. 2025, arXiv 2502.16982). Each channel's slice of an ES-SSM's weight is a matrix of its own, so
+    that the steps of a small budget do not depend on the channels that it leaves out.
     """
 
     def __init__(
@@ -60,34 +64,52 @@ class Muon(torch.optim.Optimizer):
         linear = {id(m.weight) for m in model.base_model.modules() if isinstance(m, nn.Linear)}
         matrices = [p for p in decayed["params"] if id(p) in linear]
         decayed["params"] = [p for p in decayed["params"] if id(p) not in linear]
-        groups = [{"params": matrices, "weight_decay": weight_decay, "momentum": 0.95}, *self._rest.param_groups]
-        super().__init__(groups, {"lr": learning_rate})
+        divided = channel_parameters(model) if hasattr(model.config, "capacities") else ()
+        blocks = {id(p): block for _, block, _, _, p in divided}
+        groups: dict[tuple[int, ...], dict[str, Any]] = {}  # by what belongs to a channel
+        for p in matrices:
+            block = blocks.get(id(p), p.shape[:1])
+            group = {"params": [], "weight_decay": weight_decay, "momentum": 0.95, "channel": block}
+            groups.setdefault(block, group)["params"].append(p)
+        super().__init__([*groups.values(), *self._rest.param_groups], {"lr": learning_rate})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        group, *others = self.param_groups  # other objects after load_state_dict, as the state is
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-            momentum.lerp_(p.grad, 1 - group["momentum"])
-            direction = orthogonalized(p.grad.lerp(momentum, group["momentum"]))
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
-        self._rest.state, self._rest.param_groups = self.state, others
+        for group in self.param_groups[:-2]:  # other objects after load_state_dict, as the state is
+            beta, block = group["momentum"], group["channel"]
+            dim = len(block) - 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 1 - beta)
+                direction = whole(p.grad.lerp(momentum, beta)).unflatten(dim, (-1, block[dim])).movedim(dim, 0)
+                scale = 0.2 * math.sqrt(max(direction.shape[1:]))
+                direction = orthogonalized(direction).movedim(0, dim).flatten(dim, dim + 1)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(direction, alpha=-group["lr"] * scale)
+        self._rest.state, self._rest.param_groups = self.state, self.param_groups[-2:]
         self._rest.step()
 
 
-def orthogonalized(matrix: Tensor) -> Tensor:
-    """About U V^T of a matrix U S V^T: five Newton-Schulz steps with Jordan's coefficients bring singular values that
-    are not tiny to between 0.68 and 1.14. In bfloat16 on CUDA, else in fp32: most CPUs multiply bfloat16 slowly."""
-    x = matrix.to(torch.bfloat16 if matrix.device.type == "cuda" else torch.float32)
-    x = x.mT if (tall := x.size(0) > x.size(1)) else x  # the smaller Gram matrix
-    x = x / x.norm().clamp(min=1e-7)
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor of which every process has all, as it has of most but not of a shard under FSDP2."""
+    if isinstance(tensor, DTensor):
+        return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+    return tensor
+
+
+def orthogonalized(matrices: Tensor) -> Tensor:
+    """About U V^T of each matrix U S V^T in (B, m, n): five Newton-Schulz steps with Jordan's coefficients bring
+    singular values that are not tiny to between 0.68 and 1.14. In bfloat16 on CUDA, else in fp32: most CPUs multiply
+    bfloat16 slowly."""
+    x = matrices.to(torch.bfloat16 if matrices.device.type == "cuda" else torch.float32)
+    x = x.mT if (tall := x.size(1) > x.size(2)) else x  # the smaller Gram matrix
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return (x.mT if tall else x).to(matrix.dtype)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return (x.mT if tall else x).to(matrices.dtype)
 
 
 def make_optimizer(model: Any, args: Any) -> torch.optim.Optimizer:
