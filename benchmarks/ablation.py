@@ -57,8 +57,6 @@ def _elastic(
 _BASE, _MEMORY = _elastic(), _elastic(memory=1 / 8)
 _MUON = _elastic(optimizer="muon")
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
-# The library's own scale of new weights for Mamba-2.
-_MAMBA2 = Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES)
 ROWS: dict[str, Row] = {
     "paper": Row(3, {"num_spectral_channels": 16}),
     "elastic": _BASE,
@@ -91,13 +89,16 @@ ROWS: dict[str, Row] = {
     "elastic, muon, full alone": dataclasses.replace(_MUON, full_share=1.0),
     **{f"elastic, muon, K = {K} alone": dataclasses.replace(_MUON, full_share=1.0, channels=K) for K in (1, 2, 4)},
     "llama": Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES),
-    "mamba2": _MAMBA2,
-    "mamba2, muon": dataclasses.replace(_MAMBA2, optimizer="muon"),
+    # The library's own scale of new weights for Mamba-2.
+    "mamba2": Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES),
     # MatMamba's rule: Mamba-2 with nested heads, 1, 2, 4 and 8 eighths of them in every update, all on the whole batch.
     "mamba2, nested": Row(
         4, {"initializer_range": 0.1}, peer="matmamba", hidden_size=160, rates=_PEER_RATES, schedule="sandwich"
     ),
     "s4d": Row(3, peer="s4d", hidden_size=152, rates=_PEER_RATES),
+}
+ROWS |= {
+    f"{name}, muon": dataclasses.replace(ROWS[name], optimizer="muon") for name in ("paper", "llama", "mamba2", "s4d")
 }
 
 

@@ -6,8 +6,8 @@
 
 Byte-level language models read the same windows of one text in the same order: the elastic one of each configuration,
 trained at all its sizes, that configuration cut to K channels and trained at this size alone, and Llama and Mamba-2 of
-as many parameters. bf16 autocast over fp32 weights; the learning rate rises, then falls along a cosine to zero. At the
-end held-out bits per byte are measured, of the elastic models at every size.
+as many parameters. Muon, bf16 autocast over fp32 weights; the learning rate rises, then falls along a cosine to zero.
+At the end held-out bits per byte are measured, of the elastic models at every size.
 
 Small models leave a GPU waiting for its next call. So a whole update is captured as a CUDA graph and replayed, several
 times as fast: data, budgets, rates and losses lie on the device, in tables that the graph walks through. A CPU makes
@@ -37,7 +37,7 @@ from essm_train.data.documents import read_files
 from essm_train.data.tokens import ByteEncoder
 from essm_train.files import claim, write_json
 from essm_train.measure.evaluation import open_text
-from essm_train.run.steps import adamw, make_scheduler, update
+from essm_train.run.steps import Muon, make_scheduler, update
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 from modeling_essm.loading_essm import truncated_config
 from modeling_essm.spectral_budget import ResolvedBudget, of_each_layer
@@ -144,7 +144,7 @@ class Run:
         self.weights = torch.zeros(AT_ONCE, len(self.parts), device=device)
         self.rates, self.losses = torch.zeros(2, AT_ONCE, device=device)
         rate_now = torch.zeros((), device=device)
-        self.optimizer = adamw(self.model, rate_now, capturable=device.type == "cuda")
+        self.optimizer = Muon(self.model, rate_now, capturable=device.type == "cuda")
         self.step: Callable[[], object] = self.update
 
     def parts_of(self, number: int, of: int) -> tuple[Part, ...]:

@@ -7,7 +7,6 @@ import dataclasses
 import importlib
 import json
 import re
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,7 +16,7 @@ import torch
 from benchmarks import gpu_all, gpu_train
 from essm_train.data.tokens import ByteEncoder
 from essm_train.measure.evaluation import open_text
-from essm_train.run.steps import adamw, make_scheduler, update
+from essm_train.run.steps import Muon, make_scheduler, update
 from modeling_essm import ESSMForCausalLM
 from modeling_essm.training.budget_dropout import budget_losses
 
@@ -173,10 +172,11 @@ def test_options_that_cannot_be_are_refused(train, capsys, options, legal):
 def test_an_update_is_that_of_a_plain_loop_over_its_parts(kind, batch):
     """Whose budgets share out the rows one by one, as `BudgetSchedule.parts` has them without `together`."""
     run, plain, numbers = a_run(kind, batch), a_run(kind, batch), range(60, 62)
-    optimizer, losses = adamw(plain.model, 0.01), []
+    optimizer, losses = Muon(plain.model, 0.01), []
     factor = make_scheduler(optimizer, gpu_train.WARMUP, [(0, 80)]).lr_lambdas[0]
     for number, starts in zip(numbers, plain.windows.starts(numbers)):
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.01 * factor(number)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * factor(number)
         ids = torch.stack([plain.stream[start : start + 25] for start in starts]).long()
         schedule = plain.schedule and dataclasses.replace(plain.schedule, updates=80)
         parts = schedule.parts(number, batch) if schedule else plain.parts
@@ -212,7 +212,6 @@ def test_one_pass_reads_every_block_once():
 def test_an_update_reads_no_value_that_is_on_the_device(kind, monkeypatch):
     """A graph could not: tensors of the meta device have none to read."""
     meta = torch.device("meta")
-    monkeypatch.setattr(gpu_train, "adamw", lambda *_, **__: SimpleNamespace(param_groups=[], zero_grad=int, step=int))
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     run = a_run(kind)
     run.model, run.stream, run.within, run.counter = (
@@ -221,6 +220,12 @@ def test_an_update_reads_no_value_that_is_on_the_device(kind, monkeypatch):
     run.starts, run.budgets, run.weights, run.losses = (
         x.to(meta) for x in (run.starts, run.budgets, run.weights, run.losses)
     )
+    run.rates = run.rates.to(meta)
     run.parameters = [*run.model.parameters()]
+    run.optimizer = Muon(run.model, 0.01)
+    for group in run.optimizer.param_groups:
+        group["lr"] = torch.zeros((), device=meta)
+    monkeypatch.setattr(run.optimizer._rest, "step", lambda: None)  # torch's own, which reads none if capturable
+    monkeypatch.setattr(run.optimizer, "zero_grad", lambda: None)
     run.update()
-    assert all(p.grad is not None for p in run.parameters)
+    assert all(p.grad is not None for p in run.parameters) and run.optimizer.state

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from essm_train.arguments import ModelArguments, RunArguments, arg, check_at_least, check_needed
 
@@ -77,6 +77,7 @@ class CLMArguments(DataArguments):
         "Budgets of each update: rows, family, discrete, uniform, authors, sandwich or full (docs/train.md); by "
         "default 'rows' for the elastic block and 'discrete' for others.",
     )
+    optimizer: Literal["adamw", "muon"] = arg("muon", "'muon': for matrices of linear layers, AdamW for all else.")
     max_steps: int = arg(900, "Updates.")
     text_column: str = arg("text", "The column that holds the text.")
     block_size: int = arg(512, "Tokens per training sequence; at most filter_length.")

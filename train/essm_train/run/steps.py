@@ -55,39 +55,40 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         model: PreTrainedModel,
-        learning_rate: float,
+        learning_rate: float | Tensor,
         weight_decay: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.95),
+        capturable: bool = False,
     ) -> None:
-        self._rest = adamw(model, learning_rate, weight_decay, betas)
+        self._rest = adamw(model, learning_rate, weight_decay, betas, capturable)
         decayed = self._rest.param_groups[0]
         linear = {id(m.weight) for m in model.base_model.modules() if isinstance(m, nn.Linear)}
         matrices = [p for p in decayed["params"] if id(p) in linear]
         decayed["params"] = [p for p in decayed["params"] if id(p) not in linear]
         divided = channel_parameters(model) if hasattr(model.config, "capacities") else ()
         blocks = {id(p): block for _, block, _, _, p in divided}
-        groups: dict[tuple[int, ...], dict[str, Any]] = {}  # by what belongs to a channel
+        groups: dict[tuple[int, int], dict[str, Any]] = {}
         for p in matrices:
             block = blocks.get(id(p), p.shape[:1])
-            group = {"params": [], "weight_decay": weight_decay, "momentum": 0.95, "channel": block}
-            groups.setdefault(block, group)["params"].append(p)
+            parts = len(block) - 1, p.shape[len(block) - 1] // block[-1]  # along which dimension, and how many
+            group = {"params": [], "weight_decay": weight_decay, "momentum": 0.95, "parts": parts}
+            groups.setdefault(parts, group)["params"].append(p)
         super().__init__([*groups.values(), *self._rest.param_groups], {"lr": learning_rate})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups[:-2]:  # other objects after load_state_dict, as the state is
-            beta, block = group["momentum"], group["channel"]
-            dim = len(block) - 1
+            beta, (dim, count) = group["momentum"], group["parts"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
                 momentum.lerp_(p.grad, 1 - beta)
-                direction = whole(p.grad.lerp(momentum, beta)).unflatten(dim, (-1, block[dim])).movedim(dim, 0)
+                direction = whole(p.grad.lerp(momentum, beta)).unflatten(dim, (count, -1)).movedim(dim, 0)
                 scale = 0.2 * math.sqrt(max(direction.shape[1:]))
                 direction = orthogonalized(direction).movedim(0, dim).flatten(dim, dim + 1)
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(direction, alpha=-group["lr"] * scale)
+                p.sub_(direction * (group["lr"] * scale))  # a graph on CUDA has no number for add_'s alpha
         self._rest.state, self._rest.param_groups = self.state, self.param_groups[-2:]
         self._rest.step()
 
