@@ -168,6 +168,12 @@ def test_wrong_arguments_are_refused(changes, message):
         ModelArguments(**changes)
 
 
+def test_new_language_models_learn_by_muon_and_weights_go_on_by_adamw():
+    assert (CLMArguments().optimizer, RunArguments().optimizer) == ("muon", "adamw")
+    weights = {"model_name_or_path": "runs/train_clm/model"}
+    assert [CLMArguments(**weights, optimizer=name).optimizer for name in (None, "muon")] == ["adamw", "muon"]
+
+
 def test_what_defines_a_run_is_told_from_what_does_not():
     """Where the model's shape comes from does not: its configuration is compared as a whole."""
     identity = RunArguments(seed=3).identity()

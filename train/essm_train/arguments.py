@@ -102,7 +102,7 @@ class RunArguments:
     min_lr_rate: float | None = arg(None, f"With '{_WITH_FLOOR}': where it ends, as a share of the peak.")
     decay_steps: int | None = arg(None, f"With '{_STABLE}': the last updates, over which it falls to 0.")
     warmup_steps: int = arg(50, "Updates of linear warm-up before the peak.")
-    optimizer: Literal["adamw", "muon"] = arg("adamw", "'muon': for matrices of linear layers, AdamW for all else.")
+    optimizer: Literal["adamw", "muon"] | None = arg("adamw", "'muon': matrices of linear layers, AdamW for all else.")
     weight_decay: float = arg(0.1, "On matrices only: not on norms, biases and embeddings.")
     adam_beta2: float = arg(0.95, "AdamW's decay of squared gradients.")
     max_grad_norm: float = arg(1.0, "Gradients are clipped to this norm; inf clips none.")

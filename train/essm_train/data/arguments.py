@@ -77,7 +77,10 @@ class CLMArguments(DataArguments):
         "Budgets of each update: rows, family, discrete, uniform, authors, sandwich or full (docs/train.md); by "
         "default 'rows' for the elastic block and 'discrete' for others.",
     )
-    optimizer: Literal["adamw", "muon"] = arg("muon", "'muon': for matrices of linear layers, AdamW for all else.")
+    optimizer: Literal["adamw", "muon"] | None = arg(
+        None,
+        "'muon' (for matrices of linear layers, AdamW for all else) or 'adamw', which it is by default from weights.",
+    )
     max_steps: int = arg(900, "Updates.")
     text_column: str = arg("text", "The column that holds the text.")
     block_size: int = arg(512, "Tokens per training sequence; at most filter_length.")
@@ -90,6 +93,7 @@ class CLMArguments(DataArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.optimizer = self.optimizer or ("adamw" if self.model_name_or_path else "muon")
         check_at_least(self, 1, "validation_blocks", "sweep_blocks")
         check_at_least(self, 2, "block_size")
         if self.validation_blocks > self.sweep_blocks:
