@@ -339,25 +339,26 @@ def test_a_body_that_does_not_arrive_is_given_up(guarded, monkeypatch):
 
 @pytest.fixture
 def held(guarded):
-    """Stops the model at its n-th call: held(n) gives an event for "there" and one for "go on".
+    """Stops the model at its n-th call from the first held() on: held(n) gives an event for "there", one for "go on".
 
     Attributes: `seen`, the prompt length or 1 of every call; `together`, the most requests that had a state in one.
     """
-    handles = []
+    stops, handles = {}, []
     guarded.complete()  # the batch has measured the state of a row
 
     def hold(call: int):
-        there, go = threading.Event(), threading.Event()
+        if not handles:
+            handles.append(guarded.model.register_forward_pre_hook(before))
+        stops[call] = threading.Event(), threading.Event()
+        return stops[call]
 
-        def before(module, args):
-            hold.seen.append(args[0].shape[1])
-            hold.together = max(hold.together, guarded.batch.batch.num_running)
-            if len(hold.seen) == call:
-                there.set()
-                assert go.wait(60)
-
-        handles.append(guarded.model.register_forward_pre_hook(before))
-        return there, go
+    def before(module, args):
+        hold.seen.append(args[0].shape[1])
+        hold.together = max(hold.together, guarded.batch.batch.num_running)
+        if len(hold.seen) in stops:
+            there, go = stops[len(hold.seen)]
+            there.set()
+            assert go.wait(60)
 
     hold.seen, hold.together = [], 0
     yield hold
@@ -425,11 +426,14 @@ def test_a_client_that_leaves_takes_its_work_along(guarded, held, stream, prompt
 
 
 def test_no_memory_to_take_out_a_row_ends_what_runs_and_nothing_else(guarded, held, monkeypatch):
-    there, go = held(6)
-    first, second = (guarded.connect({"prompt": "abc", "max_tokens": 50, "stream": stream}) for stream in (True, False))
-    assert there.wait(60)
-    while guarded.batch.jobs.qsize() + len(guarded.batch.running) < 2:
+    (alone, start), (there, go) = held(1), held(6)
+    first = guarded.connect({"prompt": "abc", "max_tokens": 50, "stream": True})
+    assert alone.wait(60)
+    second = guarded.connect({"prompt": "abc", "max_tokens": 50})
+    while not guarded.batch.jobs.qsize():
         time.sleep(0.01)
+    start.set()
+    assert there.wait(60) and len(guarded.batch.running) == 2
     select, fail = ESSMCache.select, [True]
     monkeypatch.setattr(ESSMCache, "select", lambda *a: 1 / 0 if fail and fail.pop() else select(*a))
     ticket = next(iter(guarded.tickets.values()))
