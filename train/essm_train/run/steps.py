@@ -48,8 +48,8 @@ class Muon(torch.optim.Optimizer):
     `model.base_model`, AdamW for all else, embeddings and heads included; one learning rate and weight decay for both.
 
     A matrix (m, n) moves by lr * 0.2 sqrt(max(m, n)) times its orthogonalized Nesterov momentum: by the RMS of AdamW's
-    steps (Liu et al. 2025, arXiv 2502.16982). Each channel's slice of an ES-SSM's weight is a matrix of its own, so
-    that the steps of a small budget do not depend on the channels that it leaves out.
+    steps (Liu et al. 2025, arXiv 2502.16982). Each channel's slice of an ES-SSM's weight is a matrix of its own: in a
+    whole one the gradients of later channels change the direction in which the first ones move.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                if "momentum_buffer" not in (state := self.state[p]):
+                    state["momentum_buffer"] = torch.zeros_like(p)
+                momentum = state["momentum_buffer"]
                 momentum.lerp_(p.grad, 1 - beta)
                 direction = whole(p.grad.lerp(momentum, beta)).unflatten(dim, (count, -1)).movedim(dim, 0)
                 scale = 0.2 * math.sqrt(max(direction.shape[1:]))
