@@ -66,6 +66,16 @@ def test_fsdp2_leaves_a_model_that_loads(runs):
 
 
 @pytest.mark.slow
+def test_three_ranks_share_eight_channels(tmp_path, equal):
+    """A shard of FSDP2 is no whole number of them, which Muon moves one by one."""
+    order = command_line(
+        tmp_path / "run", **equal | {"max_steps": 2, "warmup_steps": 1, "per_device_train_batch_size": 1}
+    )
+    codes, log = train_apart(order, tmp_path, ranks=3, environment=FSDP2)
+    assert codes == [0, 0, 0], log
+
+
+@pytest.mark.slow
 def test_fsdp2_in_bf16_computes_what_ddp_does(tmp_path, equal):
     """Autocast, and losses in fp32: without it, or with Accelerate's own policy, they are up to 1e-3 off."""
     logs = []

@@ -96,7 +96,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor of which every process has all, as it has of most but not of a shard under FSDP2."""
+    """The tensor, gathered to every process if it is a shard of FSDP2."""
     if isinstance(tensor, DTensor):
         return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
     return tensor
