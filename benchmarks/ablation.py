@@ -54,40 +54,36 @@ def _elastic(
     return Row(layers, fields, expansion, feed_forward, memory=memory, schedule="family", optimizer=optimizer)
 
 
-_BASE, _MEMORY = _elastic(), _elastic(memory=1 / 8)
+_BASE = _elastic()
 _MUON = _elastic(optimizer="muon")
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
 ROWS: dict[str, Row] = {
     "paper": Row(3, {"num_spectral_channels": 16}),
     "elastic": _BASE,
-    "elastic, memory": _MEMORY,
-    "elastic, memory 1/4": _elastic(memory=1 / 4),
-    "elastic, 4 channels": _elastic(num_spectral_channels=4),
-    "elastic, 16 channels": _elastic(num_spectral_channels=16),
-    "elastic, inner D": _elastic(expansion=1.0),
-    "elastic, inner 3 D": _elastic(expansion=3.0),
+    "elastic, memory": _elastic(memory=1 / 8),
     "elastic, 4 blocks": _elastic(layers=4),
     "elastic, 9 blocks": _elastic(layers=9),
     "elastic, FFN": _elastic(layers=3, feed_forward=8 / 3),
-    "elastic, FFN, memory": _elastic(layers=3, feed_forward=8 / 3, memory=1 / 8),
     "elastic, no convolution": _elastic(conv_kernel_size=1),
     "elastic, exponent 1/16": _elastic(scaling_exponent=1 / 16),
     "elastic, exponent 1/4": _elastic(scaling_exponent=1 / 4),
-    "elastic, gate of 1 unit": _elastic(gate_hidden_size=8),
-    "elastic, gate of 16 units": _elastic(gate_hidden_size=128),
-    "elastic, one size an update": dataclasses.replace(_BASE, schedule="discrete"),
     "elastic, rows": dataclasses.replace(_BASE, schedule="rows"),
     "elastic, rows, equal compute": dataclasses.replace(_BASE, schedule="rows", updates=EQUAL_COMPUTE),
     "elastic, rows, equal compute and text": dataclasses.replace(
         _BASE, schedule="rows", updates=EQUAL_COMPUTE, rereads=True
     ),
     "elastic, full alone": dataclasses.replace(_BASE, full_share=1.0),
-    "elastic, memory, full alone": dataclasses.replace(_MEMORY, full_share=1.0),
     **{f"elastic, K = {K} alone": dataclasses.replace(_BASE, full_share=1.0, channels=K) for K in (1, 2, 4)},
     "elastic, muon": _MUON,
     "elastic, muon, rows, equal compute": dataclasses.replace(_MUON, schedule="rows", updates=EQUAL_COMPUTE),
     "elastic, muon, full alone": dataclasses.replace(_MUON, full_share=1.0),
     **{f"elastic, muon, K = {K} alone": dataclasses.replace(_MUON, full_share=1.0, channels=K) for K in (1, 2, 4)},
+    "elastic, muon, 4 channels": _elastic(num_spectral_channels=4, optimizer="muon"),
+    "elastic, muon, 16 channels": _elastic(num_spectral_channels=16, optimizer="muon"),
+    "elastic, muon, inner D": _elastic(expansion=1.0, optimizer="muon"),
+    "elastic, muon, inner 3 D": _elastic(expansion=3.0, optimizer="muon"),
+    "elastic, muon, gate of 1 unit": _elastic(gate_hidden_size=8, optimizer="muon"),
+    "elastic, muon, gate of 16 units": _elastic(gate_hidden_size=128, optimizer="muon"),
     "llama": Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES),
     # The library's own scale of new weights for Mamba-2.
     "mamba2": Row(4, {"initializer_range": 0.1}, peer="mamba2", hidden_size=160, rates=_PEER_RATES),
