@@ -130,14 +130,17 @@ def spectral_basis(filter_length: int) -> SpectralBasis:
     U, S, V = U[:, :N], S[:N], Vh[:N].T
     signs = np.sign(U[-1]) * (-1.0) ** np.arange(N)
     table = U * signs / np.sqrt(lag_weights)[:, None]
-    basis = SpectralBasis(filter_length, S**2, np.empty((N, N)), num_resolved, table, lags, blocks)
+    noisy = SpectralBasis(filter_length, S**2, np.empty((N, N)), num_resolved, table, lags, blocks)
     # U is orthonormal under the weights, so least squares phi(1:) ~ phi(:-1) A is a projection, column by column:
     # every leading block solves its own least-squares problem. Only the step past H-1 has to be continued through V.
     past_end = lags + 1 > filter_length - 1
-    shifted = basis.filters(N, np.where(past_end, 0.0, lags + 1))
+    shifted = noisy.filters(N, np.where(past_end, 0.0, lags + 1))
     shifted[past_end] = F(lags[past_end] + 1) @ (V * signs / S)
-    basis.A[:] = (lag_weights[:, None] * table).T @ shifted
-    for array in (basis.A, basis.sigma, table, lags):
+    A = (lag_weights[:, None] * table).T @ shifted
+    # In exact arithmetic every leading block is stable. Noise in the last state makes it grow at H = 107 and 108.
+    N = next(n for n in range(N, 0, -1) if np.abs(np.linalg.eigvals(A[:n, :n])).max() < 1)
+    basis = SpectralBasis(filter_length, S[:N] ** 2, A[:N, :N].copy(), num_resolved, table[:, :N].copy(), lags, blocks)
+    for array in (basis.A, basis.sigma, basis._table, lags):
         array.setflags(write=False)
     return basis
 
