@@ -33,6 +33,7 @@ class StepBudgets:
     Attributes:
         largest: the largest budget of each layer; None for a function, whose budgets are not known before.
         of_rows: the largest budget of each row; None where no step has budgets of rows.
+        now: the budget of the step that runs.
     Raises:
         ValueError: an empty list, or a bad budget in it.
     """
@@ -41,6 +42,7 @@ class StepBudgets:
         if not callable(steps) and (not isinstance(steps, (list, tuple)) or not steps):
             raise ValueError(f"step_budgets must be a function of the step or a list of budgets, got {steps!r}")
         self.steps, self.prompt_length, self.samples = steps, 0, 1
+        self.now: SpectralBudget = None
         resolved = [] if callable(steps) else [config.resolve_budget(step) for step in steps]
         self.largest = [max(layer) for layer in zip(*(step.layers for step in resolved))] or None
         rows = max((len(step.of_rows) for step in resolved if step.of_rows), default=0)
@@ -59,12 +61,10 @@ class StepBudgets:
         """The budget of the step that follows `input_ids`, all (B, L) tokens so far; of (b,) rows, for every beam."""
         if is_first:
             self.prompt_length = input_ids.shape[1]
-        return self.of_step(input_ids.shape[1] - self.prompt_length)
-
-    def of_step(self, step: int) -> SpectralBudget:
-        """The budget of a step as it was given, for every one of the beams or samples of a row."""
+        step = input_ids.shape[1] - self.prompt_length
         budget = self.steps(step) if callable(self.steps) else self.steps[min(step, len(self.steps) - 1)]
-        return rows_of_samples(budget, self.samples)
+        self.now = rows_of_samples(budget, self.samples)
+        return self.now
 
 
 class ElasticGenerationMixin(GenerationMixin):
@@ -137,9 +137,17 @@ class ElasticGenerationMixin(GenerationMixin):
         """As in transformers; guidance, whose processor calls the model by itself, does so at the step's budget."""
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)
         model_kwargs = kwargs.get("model_kwargs") or {}
+        steps, budget = model_kwargs.get("step_budgets"), model_kwargs.get("spectral_budget")
+
+        def at_budget(input_ids: Tensor, use_cache: bool, past_key_values: ESSMCache | None, **options: Any) -> Any:
+            if steps is not None and use_cache and past_key_values is None:
+                past_key_values = steps.make_cache(ESSMCache, self.config)
+            options["spectral_budget"] = budget if steps is None else steps.now
+            return self(input_ids, use_cache=use_cache, past_key_values=past_key_values, **options)
+
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
-                processor.model = _AtBudget(self, model_kwargs.get("spectral_budget"), model_kwargs.get("step_budgets"))
+                processor.model = at_budget
         return processors
 
     def prepare_inputs_for_generation(
@@ -198,21 +206,3 @@ def check_left_padding(name: str, mask: Tensor | None) -> None:
     if mask is not None and not bool(mask[:, -1].all()):
         rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
         raise ValueError(f"{name} needs prompts padded on the left, but attention_mask ends with 0 in rows {rows}")
-
-
-class _AtBudget:
-    """A model as classifier-free guidance calls it, once a step, at the budget of that step."""
-
-    def __init__(self, model: Any, budget: SpectralBudget, steps: StepBudgets | None):
-        self.model, self.budget, self.steps, self.step = model, budget, steps, 0
-
-    def __call__(self, input_ids: Tensor, use_cache: bool, past_key_values: ESSMCache | None, **kwargs: Any):
-        budget = self.budget
-        if self.steps is not None:
-            if use_cache and past_key_values is None:
-                past_key_values = self.steps.make_cache(ESSMCache, self.model.config)
-            budget = self.steps.of_step(self.step)
-        self.step += 1
-        return self.model(
-            input_ids, use_cache=use_cache, past_key_values=past_key_values, spectral_budget=budget, **kwargs
-        )

@@ -110,7 +110,7 @@ def test_calls_share_what_was_learned():
     machine.step, machine.now = 0, machine.now + 60.0  # a pause between calls
     assert {K for K, _ in machine.run(100, load=2.0)} == {2}
     assert all(seconds < 0.02 for _, seconds in machine.deadline.history)
-    assert machine.deadline(100) == machine.deadline(100) == 2  # guidance asks twice
+    assert machine.deadline(100) == machine.deadline(100) == 2
     assert len(machine.deadline.history) == held + 99
 
 
