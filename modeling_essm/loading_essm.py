@@ -201,10 +201,14 @@ class ElasticPreTrainedModel(PreTrainedModel):
         """Save what belongs to these weights: the installed package's budget profile."""
 
     def _forget_generation_budget(self) -> None:
-        """Drop a budget of generation_config that is beyond the capacity."""
-        budget = getattr(getattr(self, "generation_config", None), "spectral_budget", None)
-        if budget is not None and not budget_fits(budget, self.config):
-            self.generation_config.spectral_budget = None
+        """Drop budgets of generation_config that are beyond the capacity."""
+        for name in ("spectral_budget", "step_budgets"):
+            given = getattr(getattr(self, "generation_config", None), name, None)
+            if given is None or callable(given):  # a function's budgets are not known before
+                continue
+            budgets = given if name == "step_budgets" else [given]
+            if not all(budget_fits(K, self.config) for K in budgets):
+                setattr(self.generation_config, name, None)
 
 
 def _warn_of_edited_code(source: Any) -> None:

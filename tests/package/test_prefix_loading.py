@@ -153,7 +153,7 @@ def test_the_config_follows(tmp_path):
         "budget_presets": {"phone": 4, "full": 32, "both": [6, 3], "no": [3, 7]},
     }
     large = random_model(**fields, spectral_budget="full")
-    large.generation_config.spectral_budget = 8
+    large.generation_config.spectral_budget, large.generation_config.step_budgets = 8, [4, 8]
     large.save_pretrained(tmp_path)
     cut = copy.deepcopy(large).truncate(6)
     phone = copy.deepcopy(large).truncate("phone")
@@ -163,7 +163,8 @@ def test_the_config_follows(tmp_path):
         config = model.config
         assert config.num_spectral_channels == 6 and config.spectral_capacities is None
         assert config.trained_budgets == [2, 4] and config.budget_presets == {"phone": 4, "both": [6, 3]}
-        assert config.spectral_budget is None and model.generation_config.spectral_budget is None
+        assert config.spectral_budget is None
+        assert model.generation_config.spectral_budget is model.generation_config.step_budgets is None
         assert model.model.config is config or model.model.config.num_spectral_channels == 6
         assert model(random_ids(1, 5)).spectral_budget == (6, 6)
     assert large.config.num_spectral_channels == 32  # not a view
@@ -171,7 +172,8 @@ def test_the_config_follows(tmp_path):
     assert kept(random_ids(1, 5)).spectral_budget == (4, 4)
     config = ESSMConfig.from_pretrained(tmp_path, dropout=0.5)
     kept = ESSMForCausalLM.from_pretrained(tmp_path, config=config, spectral_capacity=[20, 9])
-    assert kept.generation_config.spectral_budget == 8 and kept.config.spectral_capacities == [20, 9]
+    assert (kept.generation_config.spectral_budget, kept.generation_config.step_budgets) == (8, [4, 8])
+    assert kept.config.spectral_capacities == [20, 9]
     assert kept.config.dropout == 0.5 and config.num_spectral_channels == 32 and config.spectral_capacities is None
     assert ESSMForCausalLM.from_pretrained(tmp_path, dropout=0.25, spectral_capacity=6).config.dropout == 0.25
     random_model(ESSMForSequenceClassification, num_labels=2).save_pretrained(tmp_path / "head")
