@@ -30,7 +30,7 @@ from .elastic_essm import ESSMElasticMixer
 from .generation_essm import ElasticGenerationMixin
 from .loading_essm import ElasticPreTrainedModel
 from .mixer_essm import ESSMSpectralMixer, LayerCall, at_unit_scale, beyond, loudness, prefix_linear, quieter_by_channel
-from .packing import PACKING_ARGUMENTS, Packing, closed_rows, pool, read_packing, reorder
+from .packing import PACKING_ARGUMENTS, Packing, close_up, pool, read_packing, reorder
 from .spectral_budget import SPECTRAL_LAYER, ResolvedBudget, SpectralBudget, is_hybrid, spectral_layers
 from .spectral_constants import is_transformed
 
@@ -450,9 +450,10 @@ class ESSMModel(ESSMPreTrainedModel):
         check_mask(attention_mask, B, L, past)
         mask = None if attention_mask is None else attention_mask[:, -L:].bool()
         embeddings = self.embedding_dropout(self._embed(input_ids, inputs_embeds, input_features, mask, cache))
+        fresh, real = cache is None or cache.batch_size is None, None if mask is None else mask.to(embeddings.device)
+        closed = None if real is None else close_up(real, fresh and not self.is_hybrid)  # attention: real ones first
         told = {**kwargs, "position_ids": position_ids, "seq_idx": seq_idx}
-        told = {name: value for name, value in told.items() if value is not None}
-        packing = read_packing(told, B, L, mask, not self.is_hybrid) if told and L > 1 else None
+        packing = None if L == 1 else read_packing(told, B, L, real, closed)
         warn_once_of(config, budget, past + L if packing is None else packing.longest)
         use_cache = wants_cache(self, use_cache, cache, packing)
         if use_cache and cache is None:
@@ -461,11 +462,12 @@ class ESSMModel(ESSMPreTrainedModel):
             stamp_rows(cache, self.spectral_layers, budget)
 
         hidden_states, padding, lengths, place = embeddings, None, None, None
-        if mask is not None:
-            fresh, real = cache is None or cache.batch_size is None, mask.to(embeddings.device)
-            keep_leading = fresh and not self.is_hybrid  # attention wants real positions first
-            hidden_states, padding, lengths, place = closed_rows(embeddings, real, keep_leading)
-            lengths = None if cache is None else lengths
+        if real is not None:
+            padding = ~real[..., None]
+            if closed is not None:
+                order, place, lengths = closed
+                hidden_states, padding = reorder(embeddings, order), reorder(padding, order)
+                lengths = None if cache is None else lengths
         if state_lengths is not None:
             check_state_lengths(state_lengths, B, L, cache, attention_mask)
             lengths = state_lengths.to(embeddings.device)
@@ -662,7 +664,8 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
             if kwargs.get(name) is not None:
                 raise ValueError(f"a classifier reads whole rows, and takes no {name}")
         B, L = check_inputs(self.config, input_ids, inputs_embeds, input_features)
-        if read_packing(kwargs, B, L, None if attention_mask is None else attention_mask.bool()) is not None:
+        real = None if attention_mask is None else attention_mask.bool()
+        if read_packing(kwargs, B, L, real, None if real is None else close_up(real, True)) is not None:
             raise ValueError("a classifier pools whole rows: packed sequences have no place in it; pad them instead")
         inputs = input_ids, attention_mask, inputs_embeds, input_features, None, False, output_hidden_states
         outputs = self.model(*inputs, spectral_budget, return_dict=True)

@@ -114,26 +114,17 @@ def close_up(real: Tensor, keep_leading: bool) -> tuple[Tensor, Tensor, Tensor] 
     return torch.zeros_like(target).scatter(1, target, positions), (rank - 1).clamp(min=0), lengths
 
 
-def closed_rows(x: Tensor, real: Tensor, keep_leading: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Rows (B, L, D) closed up as `close_up` says, where it says so.
-
-    Returns:
-        the rows, (B, L, 1) bool true at masked places, lengths (B,), and place (B, L) or None as there.
-    """
-    closed = close_up(real, keep_leading)
-    if closed is None:
-        return x, ~real[..., None], torch.full((x.shape[0],), x.shape[1], device=real.device), None
-    order, place, lengths = closed
-    return reorder(x, order), ~real.gather(1, order)[..., None], lengths, place
-
-
 def reorder(x: Tensor, order: Tensor) -> Tensor:
     """(B, L, D): in each row the positions (B, L) in this order; x may lie on another device of a spread model."""
     return x.gather(1, order.to(x.device).unsqueeze(-1).expand(-1, -1, x.shape[2]))
 
 
 def read_packing(
-    arguments: Mapping[str, Any], B: int, L: int, mask: Tensor | None, keep_leading: bool = True
+    arguments: Mapping[str, Any],
+    B: int,
+    L: int,
+    mask: Tensor | None = None,
+    closed: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Packing | None:
     """The packing that a collator's arguments describe; None where every row is one sequence.
 
@@ -142,14 +133,13 @@ def read_packing(
             by one; seq_idx (B, L), where they change; cu_seqlens or cu_seq_lens_q (n + 1,), offsets in the one row.
         mask: (B, L) bool, true at real positions, or None. Between real positions with masked ones in between, a
             sequence begins where position_ids do not rise; next to other padding they mean nothing.
-        keep_leading: as in `close_up`.
+        closed: of `close_up`.
     Returns:
-        Where sequences begin once `close_up` has moved the real positions together.
+        Where sequences begin once real positions have moved together.
     Raises:
         ValueError: a bad shape, offsets that are not ascending from 0 to L, or descriptions that disagree.
     """
     found: dict[str, Tensor] = {}
-    closed = None if mask is None else close_up(mask, keep_leading)
     for name, step in (("position_ids", 1), ("seq_idx", 0)):
         value = arguments.get(name)
         if value is None:

@@ -278,7 +278,7 @@ def test_positions_follow_a_model_that_is_spread_over_devices(packed):
     """What `close_up` and `Packing` found on the device of the embeddings serves later layers and the last norm."""
     real = torch.tensor([[True, False, True, True], [True, True, True, True]])
     order = close_up(real, False)[0]
-    packing = read_packing({"seq_idx": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])}, 2, 4, None)
+    packing = read_packing({"seq_idx": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])}, 2, 4)
     with FakeTensorMode() as mode:
         hidden, order = torch.empty(2, 4, 8, device="cuda"), mode.from_tensor(order)
         packing.groups = [tuple(map(mode.from_tensor, group)) for group in packing.groups]
