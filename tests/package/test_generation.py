@@ -44,15 +44,6 @@ def generate(model, ids, seed=0, **kwargs):
 # --- Strategies
 
 
-@variants
-@pytest.mark.parametrize("budget", [None, [3, 20]], ids=["full", "K3-20"])
-def test_greedy_is_a_full_forward_per_token(variant, budget):
-    model, ids = level_model(**variant), random_ids(2, 19)
-    expected = greedy_without_cache(model, ids, spectral_budget=budget)
-    assert torch.equal(generate(model, ids, spectral_budget=budget), expected)
-    assert len(set(expected[:, 19:].flatten().tolist())) > 3  # not one token over and over
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 @variants
 def test_no_cache_and_a_static_one_change_nothing(strategy, variant):
@@ -148,20 +139,6 @@ def test_rows_of_a_padded_batch_equal_solo_rows(options, variant):
             plain["spectral_budget"] = int(options["spectral_budget"][i])
         alone = generate(model, ids[i : i + 1, :n], **plain)
         assert torch.equal(batch[i * returned : (i + 1) * returned, 19:], alone[:, n:])
-
-
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 7}], ids=str)
-@variants
-def test_prompts_with_holes_equal_solo_prompts(options, variant):
-    """Masked positions stand in the middle, on the left and, where the prompt is read at once, on the right."""
-    model, ids = level_model(**variant), random_ids(4, 19)
-    mask = torch.rand(4, 19, generator=torch.Generator().manual_seed(0)) < 0.5
-    mask[:, -1] = True
-    if not options:
-        mask[1, 11:], mask[2] = False, torch.arange(19) < 6
-    batch = generate(model, ids, attention_mask=mask.long(), **options)
-    for i in range(4):
-        assert torch.equal(batch[i, -NEW:], generate(model, ids[i : i + 1, mask[i]])[0, -NEW:])
 
 
 @variants
