@@ -59,7 +59,7 @@ def compile_decoding(
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size must be an integer of at least 1, got {batch_size!r}")
-    if isinstance(budgets, (str, int)):
+    if isinstance(budgets, str) or not isinstance(budgets, Sequence):
         raise ValueError(f"budgets must be a list of budgets, got {budgets!r}")
     resolved = [model.config.resolve_budget(budget) for budget in budgets]
     if any(budget.rows is not None for budget in resolved):

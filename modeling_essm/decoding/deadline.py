@@ -65,7 +65,7 @@ class DeadlineBudget:
         if budgets is None:
             capacity = config.num_spectral_channels
             budgets = config.trained_budgets or [capacity >> i for i in range(capacity.bit_length())]
-        if isinstance(budgets, (str, int)) or not budgets:
+        if isinstance(budgets, str) or not isinstance(budgets, (Sequence, Mapping)) or not budgets:
             raise ValueError(f"budgets must be a list of budgets, or a mapping to seconds, got {budgets!r}")
         given = {_of_all_layers(config, K): K for K in budgets}
         if isinstance(budgets, Mapping):

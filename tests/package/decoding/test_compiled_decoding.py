@@ -286,6 +286,7 @@ def test_checks_of_the_eager_step_hold(taken):
     [
         ({}, {"budgets": [33]}, "33"),
         ({}, {"budgets": "small"}, "budgets must be a list of budgets, got 'small'"),
+        ({}, {"budgets": None}, "budgets must be a list of budgets, got None"),
         ({}, {"budgets": [torch.tensor([2, 3])], "batch_size": 2}, "one budget for all rows"),
         ({}, {"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
         ({}, {"backend": "onnx"}, "backend must be one of"),

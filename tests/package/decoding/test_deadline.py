@@ -165,7 +165,7 @@ def test_a_small_budget_may_be_slower():
         ({"milliseconds_per_token": float("nan")}, "got nan"),
         ({"milliseconds_per_token": "5"}, "got '5'"),
         ({"budgets": []}, r"budgets must be a list of budgets, or a mapping to seconds, got \[\]"),
-        ({"budgets": 4}, "got 4"),
+        ({"budgets": 4.0}, "budgets must be a list of budgets, or a mapping to seconds, got 4.0"),
         ({"budgets": [4, 33]}, r"\[1, 32\], got 33"),
         ({"budgets": ["tiny"]}, "'tiny'; known presets: 'odd'"),
         ({"budgets": ["odd"]}, r"names of integers, got 'odd', which is \[1, 2\]"),
