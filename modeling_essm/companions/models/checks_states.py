@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from typing import Any
@@ -37,11 +38,22 @@ def number(default: float | None, low: float = 0.0, high: float = math.inf, clos
     return validated_field(check, default=default)
 
 
-class CodeBeside:
-    """Of a configuration: its file names only code that lies beside it, as a model saves it."""
+class SavedConfig:
+    """How both configurations are read and written."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
+        """As in transformers; fields given beside the dictionary are checked as if they stood in it."""
+        names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        names -= {"dtype", "backbone_config"}  # which may be "auto", and a part of the backbone's
+        given = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        fields = config_dict | given
+        if {"state_size", "num_hidden_layers"} & given.keys() and "state_sizes" not in given:
+            fields.pop("state_sizes", None)
+        return super().from_dict(fields, **kwargs)  # type: ignore[misc]
 
     def to_json_file(self, json_file_path: Any, use_diff: bool = True) -> None:
-        """As in transformers, with that difference."""
+        """As in transformers; the file names only code that lies beside it, as a model saves it."""
         folder = os.path.dirname(json_file_path)
         both: tuple[Any, Any] = (self, getattr(self, "backbone_config", None))
         configs = [config for config in both if hasattr(config, "auto_map")]

@@ -1,14 +1,13 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """DiagonalSSMConfig: everything that defines a diagonal state space model besides its weights."""
 
-import dataclasses
 import math
 from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from .checks_states import CodeBeside, integer, number
+from .checks_states import SavedConfig, integer, number
 
 # Which class each Auto class loads, from the files beside the weights.
 AUTO_MAP = {
@@ -22,7 +21,7 @@ _INITIALIZATION = {"s5": "hippo", "lru": None, "s4d": "linear"}
 
 
 @strict  # which checks types as long as annotations are types, and not text
-class DiagonalSSMConfig(CodeBeside, PreTrainedConfig):
+class DiagonalSSMConfig(SavedConfig, PreTrainedConfig):
     r"""
     Configuration of a stack of diagonal linear recurrences: S5, S4D or LRU, in the residual block of S5 and LRU.
 
@@ -110,16 +109,6 @@ class DiagonalSSMConfig(CodeBeside, PreTrainedConfig):
             for name, value in {"discretization": "zoh", "initialization": None, "hippo_blocks": 1}.items():
                 if (given := getattr(self, name)) != value:
                     raise ValueError(f'{name} must be {value!r} with parameterization "lru", got {given!r}')
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any):
-        """As in transformers; fields given beside the dictionary are checked as if they stood in it."""
-        names = {field.name for field in dataclasses.fields(cls)} - {"dtype"}
-        given = {name: kwargs.pop(name) for name in names & kwargs.keys()}
-        fields = config_dict | given
-        if {"state_size", "num_hidden_layers"} & given.keys() and "state_sizes" not in given:
-            fields.pop("state_sizes", None)
-        return super().from_dict(fields, **kwargs)
 
 
 __all__ = ["DiagonalSSMConfig"]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from huggingface_hub.dataclasses import strict
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from .checks_states import CodeBeside, integer, number
+from .checks_states import SavedConfig, integer, number
 
 # Which class each Auto class loads, from the files beside the weights.
 AUTO_MAP = {
@@ -17,7 +17,7 @@ AUTO_MAP = {
 
 
 @strict  # which checks types as long as annotations are types, and not text
-class ElasticStateConfig(CodeBeside, PreTrainedConfig):
+class ElasticStateConfig(SavedConfig, PreTrainedConfig):
     r"""
     Configuration of an elastic state model: a causal recurrence whose state is refined at inference by a few natural
     gradient steps on a self-supervised objective, as many as a gate asks for.

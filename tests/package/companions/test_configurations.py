@@ -31,6 +31,9 @@ def test_fields_beside_a_dictionary_are_checked():
     assert DiagonalSSMConfig.from_dict(fields, num_hidden_layers=2).state_sizes == [5] * 2
     with pytest.raises(StrictDataclassError, match="state_sizes must be a list of 4 integers"):
         DiagonalSSMConfig.from_dict(fields, state_sizes=[1, 2])
+    with pytest.raises(StrictDataclassError, match="latent_size must be even without backbone_config"):
+        ElasticStateConfig.from_dict(tiny().to_dict(), latent_size=7)
+    assert ElasticStateConfig.from_dict(tiny().to_dict(), latent_size=4).latent_size == 4
 
 
 @pytest.mark.parametrize(
