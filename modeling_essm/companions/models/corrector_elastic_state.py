@@ -44,7 +44,6 @@ class CholeskyMetric(nn.Module):
         super().__init__()
         self.epsilon = config.metric_epsilon
         self.lower = nn.Parameter(torch.empty(config.latent_size, config.latent_size))
-        self._kept: tuple[Tensor, Tensor] | None = None  # the weights, and the factor that they have
 
     def matrix(self) -> Tensor:
         """G as a dense (d, d) matrix."""
@@ -52,19 +51,8 @@ class CholeskyMetric(nn.Module):
         L = lower.tril(-1) + torch.diag(F.softplus(lower.diagonal()))
         return L @ L.mT + self.epsilon * torch.eye(len(L), dtype=L.dtype, device=L.device)
 
-    def factor(self) -> Tensor:
-        """The lower triangular (d, d) factor of G. Without gradients it is kept for as long as the weights stay."""
-        lower, kept = self.lower, self._kept
-        if (torch.is_grad_enabled() and lower.requires_grad) or lower.is_inference():
-            return torch.linalg.cholesky(self.matrix())
-        alike = kept is not None and (kept[0].device, kept[0].dtype) == (lower.device, lower.dtype)
-        if kept is None or not alike or not torch.equal(kept[0], lower):
-            with torch.inference_mode(False), torch.no_grad():
-                kept = self._kept = lower.clone(), torch.linalg.cholesky(self.matrix())
-        return kept[1]
-
     def solver(self) -> Solve:
-        factor = self.factor()
+        factor = torch.linalg.cholesky(self.matrix())
         return lambda g: torch.cholesky_solve(g.mT, factor).mT
 
     @torch.no_grad()
@@ -128,11 +116,11 @@ METRICS: dict[str, Callable[[Any], Any]] = {
 
 
 class InnerWork:
-    """Counts of one forward: rows that the objective was evaluated for, and those that its gradient was computed for;
-    steps that were kept; and the metric's solver, once it has been factored."""
+    """Of one forward: how many rows the objective's gradient was computed for, and the metric's solver, once it has
+    been factored."""
 
     def __init__(self) -> None:
-        self.gradients = self.values = self.kept = 0
+        self.gradients = 0
         self.solve: Solve | None = None
 
 
@@ -196,11 +184,8 @@ class ElasticStateCorrector(nn.Module):
         """z' (B, d); `scale` multiplies alpha."""
         return self.retract(z + scale * self.step_size * v + self.config.drift * (z0 - z))
 
-    def judge(
-        self, z: Tensor, evaluate: Evaluate, rows: Tensor | None, work: InnerWork, differentiable: bool
-    ) -> Judged:
+    def judge(self, z: Tensor, evaluate: Evaluate, rows: Tensor | None, differentiable: bool) -> Judged:
         """Evaluate states (b, d) once; `differentiable`: so that a gradient can be taken from that."""
-        work.values += len(z)
         if not differentiable:
             return Judged(z, *evaluate(z, rows))
         with torch.inference_mode(False):
@@ -229,7 +214,7 @@ class ElasticStateCorrector(nn.Module):
             given = None if len(rows) == len(depths) else rows
             if len(rows) < len(here.z) or here.leaf is None:
                 z = whole.z if given is None else whole.z.index_select(0, rows)
-                here = self.judge(z, evaluate, given, work, differentiable=True)
+                here = self.judge(z, evaluate, given, differentiable=True)
             z0 = start.z if given is None else start.z.index_select(0, rows)
             here = self._step(here, z0, evaluate, given, work, differentiable=j + 1 < deepest)
             whole = whole.put(rows, here)
@@ -244,9 +229,8 @@ class ElasticStateCorrector(nn.Module):
         here, K = start, masks.shape[1]
         for j in range(K):
             new, _ = self._move(here, start.z, work)
-            work.kept += len(new)
             z = here.z + masks[:, j, None] * (new - here.z)
-            here = self.judge(z, evaluate, None, work, differentiable=j + 1 < K)
+            here = self.judge(z, evaluate, None, differentiable=j + 1 < K)
         return here
 
     def gradient(self, here: Judged) -> Tensor:
@@ -276,9 +260,8 @@ class ElasticStateCorrector(nn.Module):
     ) -> Judged:
         """The states after a step, and after what `acceptance` undoes of it."""
         new, v = self._move(here, z0, work)
-        there = self.judge(new, evaluate, rows, work, differentiable)
+        there = self.judge(new, evaluate, rows, differentiable)
         if self.training or self.config.acceptance == "none":
-            work.kept += len(new)
             return there
         good = there.losses <= here.losses  # not of a NaN
         for halving in range(MOST_HALVINGS if self.config.acceptance == "backtrack" else 0):
@@ -286,11 +269,10 @@ class ElasticStateCorrector(nn.Module):
             if not len(again):
                 break
             z = self.move(here.z[again], z0[again], v[again], 0.5 ** (halving + 1))
-            shorter = self.judge(z, evaluate, again if rows is None else rows[again], work, differentiable=False)
+            shorter = self.judge(z, evaluate, again if rows is None else rows[again], differentiable=False)
             good = good.index_copy(0, again, shorter.losses <= here.losses[again])
             there = Judged(there.z, there.y, there.losses).put(again, shorter)
         bad = (~good).nonzero().flatten()
-        work.kept += len(good) - len(bad)
         if not len(bad):
             return there
         return Judged(there.z, there.y, there.losses).put(bad, Judged(here.z[bad], here.y[bad], here.losses[bad]))

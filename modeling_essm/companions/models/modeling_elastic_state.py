@@ -44,8 +44,7 @@ class ElasticStateOutput(ModelOutput):
             in training the sum of the p_j.
         past_key_values: StateCache after the last position, if asked for.
         gradient_calls: how many rows the objective's gradient was computed for; outside of training of the gate the
-            sum of refine_depths. objective_calls: how many rows it was evaluated for, whether or not a gradient was
-            taken from that. kept_steps: of the steps along those gradients, how many config.acceptance kept.
+            sum of refine_depths.
     """
 
     loss: Tensor | None = None
@@ -58,8 +57,6 @@ class ElasticStateOutput(ModelOutput):
     expected_depths: Tensor | None = None
     past_key_values: Any = None
     gradient_calls: int | None = None
-    objective_calls: int | None = None
-    kept_steps: int | None = None
 
 
 def mean_over(each: Tensor, real: Tensor) -> Tensor:
@@ -250,8 +247,8 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             cache.update([z], L, made_for, history)
         stacked: dict[str, Any] = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
         log_prob, entropy = stacked.pop("log_prob", None), stacked.pop("entropy", None)
-        stacked |= {"gradient_calls": work.gradients, "objective_calls": work.values, "kept_steps": work.kept}
-        output = ElasticStateOutput(past_key_values=cache if use_cache else None, **stacked)
+        cached = cache if use_cache else None
+        output = ElasticStateOutput(past_key_values=cached, gradient_calls=work.gradients, **stacked)
         if return_loss and output.losses is not None:
             counted = torch.ones_like(output.losses, dtype=torch.bool) if real is None else real
             costs = output.losses + config.compute_penalty * output.expected_depths
@@ -328,7 +325,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
             return y, losses.to(y.dtype)  # observations may be fp64
 
         refinable = cap > 0 and (depths is None or bool(depths.any()))
-        start = self.corrector.judge(z0, evaluate, None, work, differentiable=refinable)
+        start = self.corrector.judge(z0, evaluate, None, differentiable=refinable)
         masks, sampled = None, {}
         if depths is None and self.training and self.config.gate_training == "policy_gradient":
             depths, sampled["log_prob"], sampled["entropy"] = self.gate.sample(start.losses, shift, cap)
