@@ -107,7 +107,7 @@ class Adapter:
     """The modes of one kind of layer.
 
     A subclass must have `read`. Where the layer's tensors are divided into modes, `mode_dims` and `output_names`, of
-    the layer or of the adapter, are enough to prune it; other layers need `write`, and `masks` to be masked. Balanced
+    the layer or of the adapter, are enough to prune it; other layers need `masks`, `tensors` and `shrink`. Balanced
     truncation, which mixes modes, needs `write` of every layer. An adapter is `selective` if lam, B and C depend on the
     input, and then a `mamba.SelectiveAdapter`.
     """
@@ -164,7 +164,10 @@ class Adapter:
             if output
         ]
         if not found:
-            raise ValueError(f"{type(self).__name__} must have output_names or masks of its own, to mask {type(layer)}")
+            raise ValueError(
+                f"{type(self).__name__} must have mode_dims and output_names, or masks, tensors and shrink of its own, "
+                f"to prune {type(layer)}"
+            )
         return found
 
     def shrink(self, layer: nn.Module, keep: Tensor, size: int) -> None:
@@ -175,12 +178,6 @@ class Adapter:
             size: modes stored afterwards, at least the (largest) number kept. The rest is padding: C is zero there.
         """
         index, real = padded_index(keep, size)
-        if not self.mode_dims(layer):
-            system = self.read(layer)
-            index, real = index.to(system.lam.device), real.to(system.lam.device)
-            lam, C = take(system.lam, index, -1), take(system.C, index, -1) * real
-            B = take(system.B, index, -1 if system.siso else 0)
-            return self.write(layer, DiagonalSystem(lam, B, C, system.output, None if bool(real.all()) else real))
         for module, name, dim, output in self._parts(layer):
             value = getattr(module, name).detach()
             taken = take(value, index.to(value.device), dim)

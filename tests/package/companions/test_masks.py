@@ -13,11 +13,9 @@ from recurrences import diagonal_model, ids_of, random_system
 from torch.nn.utils import parametrize
 
 from modeling_essm.companions import (
-    Adapter,
     DiagonalSSMConfig,
     DiagonalSSMForCausalLM,
     DiagonalSSMModel,
-    DiagonalSystem,
     allocate,
     describe,
     importance,
@@ -51,16 +49,25 @@ def half(model, **arguments):
 
 
 @layouts
-def test_a_mask_is_a_zero_in_C(layout):
-    model = stack(**layout)
-    by_hand = copy.deepcopy(model)
-    plan = half(model)
+def test_a_mask_is_a_zero_in_C_and_removal_computes_the_same(layout):
+    """But for the order of sums. A frozen weight stays frozen and keeps its notes."""
+    model, x = stack(torch.float32, **layout), inputs(torch.float32)
+    model.layers[0].lam.requires_grad_(False)
+    model.layers[0].B._no_weight_decay = True
+    by_hand, plan, size = copy.deepcopy(model), half(model), model.layers[0].C.shape[-2]
     for layer, keep in zip(by_hand.layers, plan.keep):
         layer.C.data *= keep[..., None]
+    full = model(x)
     prune(model, plan)
+    masked = model(x).detach()
+    assert torch.equal(masked, by_hand(x)) and not torch.equal(masked, full)
     assert is_pruned(model) and not is_pruned(by_hand)
-    assert torch.equal(model(inputs()), by_hand(inputs()))
-    assert not torch.equal(model(inputs()), stack(**layout)(inputs()))
+    assert remove(model) == plan.sizes == model.config.state_sizes
+    assert not is_pruned(model) and model.layers[0].C.shape[-2] == plan.sizes[0] < size
+    torch.testing.assert_close(model(x), masked, rtol=1e-6, atol=1e-6 * float(masked.abs().max()))
+    assert int((importance(model, "energy").raw[0] > 0).sum()) == plan.kept[0]
+    assert not model.layers[0].lam.requires_grad and model.layers[0].C.requires_grad
+    assert model.layers[0].B._no_weight_decay
 
 
 def test_gradients_are_those_of_the_modes_that_stay():
@@ -125,20 +132,6 @@ def test_a_masked_state_has_the_usual_names():
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in other.state_dict().items())
 
 
-def test_a_copy_has_a_mask_of_its_own():
-    model = stack()
-    output = model(inputs())
-    prune(model, half(model))
-    masked = model(inputs())
-    twin = copy.deepcopy(model)
-    restore(twin)
-    assert torch.equal(twin(inputs()), output) and torch.equal(model(inputs()), masked)
-    assert is_pruned(model) and not is_pruned(twin)
-    assert set(model.state_dict()) == set(twin.state_dict())
-    restore(model)
-    assert torch.equal(model(inputs()), output)
-
-
 def test_masked_modes_have_no_energy():
     model = stack()
     plan = half(model)
@@ -166,52 +159,18 @@ def test_a_plan_for_another_model_is_refused():
         remove(model)
 
 
-@layouts
-def test_removal_computes_what_the_mask_did(layout):
-    """The sums are the same but for zeros, and their order. A frozen weight stays frozen and keeps its notes."""
-    model = stack(torch.float32, **layout)
-    model.layers[0].lam.requires_grad_(False)
-    model.layers[0].B._no_weight_decay = True
-    plan = half(model)
-    prune(model, plan)
-    masked, C = model(inputs(torch.float32)).detach(), model.layers[0]._parameters["C"]
-    assert remove(model) == plan.sizes == model.config.state_sizes
-    assert not is_pruned(model) and model.layers[0].C.shape[-2] == plan.sizes[0] < C.shape[-2]
-    torch.testing.assert_close(model(inputs(torch.float32)), masked, rtol=1e-6, atol=1e-6 * float(masked.abs().max()))
-    assert int((importance(model, "energy").raw[0] > 0).sum()) == plan.kept[0]
-    assert not model.layers[0].lam.requires_grad and model.layers[0].C.requires_grad
-    assert model.layers[0].B._no_weight_decay
+def test_a_layer_whose_modes_no_dimension_counts_is_not_pruned():
+    class Unnamed(RecurrenceAdapter):
+        def mode_dims(self, layer):
+            return {}
 
+    class Other(Recurrence):
+        pass
 
-def test_a_layer_of_one_s_own_by_reading_and_writing():
-    """Without dimensions of modes an adapter masks by itself, and removal goes through `write`."""
-
-    class Scalar(torch.nn.Module):  # one tensor with rows lam, b, c
-        def __init__(self):
-            super().__init__()
-            self.rows = torch.nn.Parameter(torch.rand(3, 5, dtype=torch.float64) * 0.8 + 0.1)
-
-    class ScalarAdapter(Adapter):
-        def read(self, layer):
-            lam, b, c = layer.rows.detach().to(torch.complex128)
-            return DiagonalSystem(lam, b[:, None], c[None], "complex")
-
-        def write(self, layer, system):
-            rows = torch.stack([system.lam, system.B[:, 0], system.C[0]])
-            layer.rows = torch.nn.Parameter(rows.real)
-
-        def masks(self, layer, keep):
-            return [(layer, "rows", torch.stack([torch.ones_like(keep), torch.ones_like(keep), keep]))]
-
-    register(Scalar, ScalarAdapter())
-    model = torch.nn.Sequential(Scalar())
-    plan = half(model)
-    before = model[0].rows.detach().clone()
-    prune(model, plan)
-    remove(model)
-    assert torch.equal(model[0].rows, before[:, plan.keep[0]])
-    with pytest.raises(ValueError, match="must have output_names or masks of its own"):
-        Adapter.masks(ScalarAdapter(), model[0], plan.keep[0])
+    register(Other, Unnamed())
+    model = torch.nn.Sequential(Other(random_system()))
+    with pytest.raises(ValueError, match="Unnamed must have mode_dims and output_names, or masks, tensors and shrink"):
+        prune(model, half(model))
 
 
 def test_wrapped_layers_count_once():

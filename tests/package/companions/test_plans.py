@@ -73,13 +73,6 @@ def test_uniform_is_the_same_share_of_every_layer():
     assert allocate(small_ones, total=10, scope="uniform").kept == [1, 1, 1, 2, 5]
 
 
-@pytest.mark.parametrize(("method", "scope"), [("aire", "global"), ("energy", "uniform"), ("random", "global")])
-def test_numbers_are_met_exactly(method, scope):
-    found = importance(Stack(random_system(n=6), random_system(n=9, seed=1), random_system(n=4, channels=3)), method)
-    for total in range(3, 28):
-        assert sum(allocate(found, total=total, scope=scope).kept) == total
-
-
 def test_modes_per_channel():
     system = random_system(n=4, channels=3)
     found = importance(Stack(system), "energy")
