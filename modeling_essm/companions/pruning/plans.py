@@ -79,10 +79,12 @@ class Plan:
             record = json.loads(Path(path).read_text(encoding="utf-8"))
             layers = []
             for row in record["layers"]:
-                masks = (torch.tensor(row[name]).bool() for name in ("keep", "present"))
-                layers.append(LayerPlan(row["name"], row["kind"], *masks))
+                keep, present = (torch.tensor(row[name]).bool() for name in ("keep", "present"))
+                if keep.shape != present.shape:
+                    raise ValueError(f"keep {tuple(keep.shape)} is not of the shape of present {tuple(present.shape)}")
+                layers.append(LayerPlan(row["name"], row["kind"], keep, present))
             return cls(tuple(layers), record["method"], record["scope"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RuntimeError) as error:  # the last from torch, of other types
             raise ValueError(f"{path} must be a plan that `save` wrote: {error!r}") from error
 
 

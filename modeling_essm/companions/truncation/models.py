@@ -158,9 +158,10 @@ def apply_truncation(model: nn.Module, layers: Sequence[StateLayer], results: Se
 def resize_states(model: nn.Module, sizes: Sequence[int]) -> list[Replaced]:
     """Give the layers fewer modes each, the first of theirs: the shapes of a checkpoint that was truncated further.
 
-    For resuming, before the optimizer is made and the checkpoint loaded. More than a layer has raise ValueError.
+    For resuming, before the optimizer is made and the checkpoint loaded. Raises ValueError for more than a layer has,
+    and where `balanced_truncate` cannot write layers, as under masks.
     """
-    layers, replaced = diagonal_layers(model), []
+    layers, replaced = truncatable(model), []
     systems = [layer.read() for layer in layers]
     for layer, system, size in zip(layers, systems, sizes, strict=True):
         if not 0 <= size <= system.lam.shape[-1]:

@@ -249,6 +249,8 @@ def test_layers_that_cannot_be_written_are_refused_before_any_is():
     prune(model, allocate(importance(model), amount=0.5))
     with pytest.raises(ValueError, match=r"layers\.0\.mixer has parametrized tensors: remove its masks"):
         balanced_truncate(model, sizes=2)
+    with pytest.raises(ValueError, match=r"layers\.0\.mixer has parametrized tensors: remove its masks"):
+        resize_states(model, [2, 2])
     restore(model)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
 

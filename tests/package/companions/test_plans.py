@@ -115,7 +115,10 @@ def test_a_plan_is_a_file(tmp_path):
     assert all(map(torch.equal, read.keep, plan.keep)) and (read.method, read.scope) == (plan.method, plan.scope)
     assert read.sizes == plan.sizes and [layer.name for layer in read.layers] == ["layers.0", "layers.1"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json"]
-    for text in ("{", "[]", '{"layers": []}'):
+    row = (
+        '{"method": "aire", "scope": "global", "layers": [{"name": "a", "kind": "s5", "present": [1, 1], "keep": %s}]}'
+    )
+    for text in ("{", "[]", '{"layers": []}', row % "null", row % "[1]"):
         (tmp_path / "plan.json").write_text(text)
         with pytest.raises(ValueError, match=r"plan\.json must be a plan"):
             Plan.load(tmp_path / "plan.json")
