@@ -119,19 +119,20 @@ def test_the_loss_reaches_the_gate_and_a_penalty_lowers_the_depth(gate_training)
 
 # --- The metric: solving is that of its dense matrix, which stays positive definite whatever is learned
 
-metrics = pytest.mark.parametrize("metric", METRICS)
 
-
-@metrics
+@pytest.mark.parametrize("metric", METRICS)
 def test_solving_is_that_of_the_dense_matrix(metric):
-    G = random_model(metric=metric, metric_rank=2).corrector.metric
+    """Far from the identity on both sides; eigenvalues stay above epsilon."""
+    G, g = random_model(metric=metric, metric_rank=2, metric_epsilon=0.01).corrector.metric, random_inputs(4, 6, seed=2)
     with torch.no_grad():
-        for parameter in G.parameters():
-            parameter.add_(random_inputs(*parameter.shape, seed=1))  # far from the identity
-        dense, g = G.matrix(), random_inputs(4, 6, seed=2)
-        torch.testing.assert_close(dense, dense.mT, rtol=0, atol=1e-14)
-        # fp64, condition numbers below 1e3
-        torch.testing.assert_close(G.solver()(g), torch.linalg.solve(dense, g.mT).mT, rtol=1e-10, atol=1e-11)
+        for shift in (0.0, -9.0):
+            for parameter in G.parameters():
+                parameter.add_(random_inputs(*parameter.shape, seed=1) + shift)
+            dense = G.matrix()
+            torch.testing.assert_close(dense, dense.mT, rtol=0, atol=1e-12)
+            assert torch.linalg.eigvalsh(dense).min() >= 0.01 - 1e-15 * dense.norm()
+            expected = torch.linalg.solve(dense, g.mT).mT  # fp64, condition numbers up to 1e6
+            torch.testing.assert_close(G.solver()(g), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_a_new_metric_is_the_identity():
@@ -142,35 +143,7 @@ def test_a_new_metric_is_the_identity():
         torch.testing.assert_close(G, torch.eye(6), rtol=0, atol=atol)
 
 
-@metrics
-def test_eigenvalues_stay_above_epsilon(metric):
-    """After 1,000 steps in random directions, whose sum reaches far into the negative weights."""
-    torch.manual_seed(0)
-    metric = random_model(metric=metric, metric_rank=2, metric_epsilon=0.01).corrector.metric
-    start = {name: parameter.clone() for name, parameter in metric.named_parameters()}
-    optimizer = torch.optim.SGD(metric.parameters(), lr=0.3)
-    for _ in range(1000):
-        for parameter in metric.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        optimizer.step()
-    assert all((parameter - start[name]).abs().max() > 3 for name, parameter in metric.named_parameters())
-    eigenvalues = torch.linalg.eigvalsh(metric.matrix().detach())
-    assert eigenvalues.min() >= 0.01 * (1 - 1e-9) - 1e-12 * float(eigenvalues.max())  # rounding of fp64
-    assert metric.solver()(random_inputs(2, 6)).isfinite().all()
-
-
 # --- The corrector
-
-
-@torch.no_grad()
-def quadratic(model, seed=3):
-    """l(z) = 1/2 (z - c)^T G (z - c) with the model's own metric as the Hessian, and its minimiser c."""
-    G, c = model.corrector.metric.matrix(), random_inputs(6, seed=seed)
-
-    def evaluate(z, rows):
-        return 0.5 * torch.einsum("bi,ij,bj->b", z - c, G, z - c)
-
-    return evaluate, c
 
 
 def refined(model, z0, depths, objective, work):
@@ -274,10 +247,8 @@ def test_a_nan_is_not_accepted():
 
 def test_training_holds_the_inner_gradient_fixed():
     """d z_1 / d z_0 of one step is 1: what the step adds is data."""
-    model = random_model(step_size=0.5).train()
-    evaluate, _ = quadratic(model)
-    z0 = random_inputs(1, 6).requires_grad_()
-    z = refined(model, z0, torch.tensor([1]), evaluate, InnerWork())
+    model, z0 = random_model(step_size=0.5).train(), random_inputs(1, 6).requires_grad_()
+    z = refined(model, z0, torch.tensor([1]), lambda z, rows: z.square().sum(1), InnerWork())
     (grad,) = torch.autograd.grad(z[0, 0], z0)
     torch.testing.assert_close(grad[0], torch.eye(6, dtype=torch.float64)[0], rtol=0, atol=1e-12)
 
