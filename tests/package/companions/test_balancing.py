@@ -133,6 +133,7 @@ def test_channels_are_truncated_one_by_one(directions):
     strong[2, 1:] *= 1e-4  # of the third channel one mode matters
     system = dataclasses.replace(system, B=strong)
     result = truncate(system, tau=0.05)
+    torch.testing.assert_close(hankel_singular_values(system), result.hankel, rtol=0, atol=1e-8)
     sizes = [len(channel.lam) for channel in channels(result.system)]
     assert sizes[2] == 1 < max(sizes)
     assert result.system.lam.shape == (4, max(sizes))
