@@ -57,7 +57,6 @@ class DiagonalSSMConfig(SavedConfig, PreTrainedConfig):
     """
 
     model_type = "diagonal_ssm"
-    auto_classes: ClassVar = AUTO_MAP
     keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
 
     vocab_size: int = integer(1, 259)
@@ -94,7 +93,7 @@ class DiagonalSSMConfig(SavedConfig, PreTrainedConfig):
         if self.state_sizes is None:
             self.state_sizes = [self.state_size] * self.num_hidden_layers  # type: ignore[list-item]
         self.state_sizes = list(self.state_sizes)
-        kwargs["auto_map"] = self.auto_classes | (kwargs.get("auto_map") or {})  # folders load through every Auto class
+        kwargs["auto_map"] = AUTO_MAP | (kwargs.get("auto_map") or {})  # folders load through every Auto class
         super().__post_init__(**kwargs)
 
     def validate_fields(self) -> None:

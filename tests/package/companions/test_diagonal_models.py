@@ -50,21 +50,26 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "mask"), [("s5", "holes"), ("lru", "left"), ("s4d", "holes"), ("s4d", "right")])
+@pytest.mark.parametrize(
+    ("kind", "mask"), [("s5", "holes"), ("lru", "left"), ("lru", "right"), ("s4d", "holes"), ("s4d", "right")]
+)
 def test_padding_does_not_exist(kind, mask):
-    """Outputs and states; also in a later piece, and where the mask covers the cached positions."""
+    """Outputs and states, at once and in pieces, of which one has no real position; the mask covers what is cached."""
     model, ids, mask = diagonal_model(kind), ids_of(2, 12), torch.tensor(MASKS[mask])
     outputs = model(ids, attention_mask=mask, use_cache=True)
-    head = model(ids[:, :4], attention_mask=mask[:, :4], use_cache=True)
-    tail = model(ids[:, 4:], attention_mask=mask, past_key_values=head.past_key_values)
+    cache, logits = None, []
+    for start in (0, 4, 8):
+        end = start + 4
+        piece = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache = piece.past_key_values
+        logits.append(piece.logits)
     for row in range(2):
         real = mask[row].bool()
         alone = model(ids[row : row + 1, real], use_cache=True)
-        assert_close(outputs.logits[row, real], alone.logits[0])
-        later = torch.arange(12)[real] >= 4
-        assert_close(tail.logits[row, real[4:]], alone.logits[0, later])
-        for cache in (outputs.past_key_values, head.past_key_values):
-            for one, other in zip(cache.states, alone.past_key_values.states):
+        for found in (outputs.logits, torch.cat(logits, 1)):
+            assert_close(found[row, real], alone.logits[0])
+        for found in (outputs.past_key_values, cache):
+            for one, other in zip(found.states, alone.past_key_values.states):
                 assert_close(one[row], other[0])
     last = mask[0].nonzero().max()
     assert torch.equal(outputs.logits[0, -1], outputs.logits[0, last])

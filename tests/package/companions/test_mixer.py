@@ -115,7 +115,7 @@ def test_two_directions(parameterization):
         mixer(u, torch.zeros(2, 5, dtype=torch.complex128))
 
 
-# --- dtypes, padding, no modes
+# --- dtypes, no modes
 
 
 @three
@@ -129,20 +129,6 @@ def test_the_recurrence_runs_in_fp32_of_bf16_weights(parameterization):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(mixer(u)[0], y)
     assert mixer.double()(u.double())[1].dtype == torch.complex128
-
-
-@three
-def test_padding_neither_reads_nor_moves_the_state(parameterization):
-    mixer, L, lengths = make(parameterization=parameterization), 12, (12, 7, 1, 0)
-    real = torch.arange(L) >= L - torch.tensor(lengths)[:, None]
-    u = random(4, L, H)
-    for x0 in (None, torch.view_as_complex(random(4, *lti(mixer).lam.shape, 2))):
-        y, last = mixer(u, x0, real)
-        for row, n in enumerate(lengths[:-1]):
-            alone, x = mixer(u[row : row + 1, L - n :], None if x0 is None else x0[row : row + 1])
-            torch.testing.assert_close(y[row : row + 1, L - n :], alone, rtol=0, atol=1e-12)
-            torch.testing.assert_close(last[row : row + 1], x, rtol=0, atol=1e-12)
-        assert torch.equal(last[3], torch.zeros_like(last[3]) if x0 is None else x0[3])
 
 
 @pytest.mark.parametrize(("parameterization", "bidirectional"), [("s5", True), ("lru", False), ("s4d", False)])
