@@ -47,6 +47,7 @@ class Guard:
     def __init__(self, app: Any, model: Any, name: str, limits: Limits):
         self.app, self.config, self.name, self.limits = app, model.config, name, limits
         self.tickets: dict[str, Ticket] = {}
+        self.open = 0  # requests that have a place: being read, waiting or answered
         self.batch = SharedBatch(model, limits)
         utils.InferenceThread = functools.partial(_Threads, limits.requests)
         model.generate = functools.partial(self._generate, model.generate)
@@ -61,17 +62,22 @@ class Guard:
             return
         try:
             self._check_route(scope["path"], scope["method"])
-            if scope["method"] in ("GET", "OPTIONS"):
-                listing = {"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "local"}]}
-                answer = JSONResponse(listing) if scope["path"] == "/v1/models" else self.app
-                return await answer(scope, receive, send)
-            raw = await self._read(scope, receive)
-            body = parse(scope["path"], raw, self.limits, self.name, self.config)
-            if len(self.tickets) >= self.limits.requests:
-                raise Refused(429, f"{len(self.tickets)} requests are being answered or wait: try again later")
         except Refused as refused:
             return await _answer(refused.status, str(refused))(scope, receive, send)
-        await self._serve(body, scope, receive, send)
+        if scope["method"] in ("GET", "OPTIONS"):
+            listing = {"object": "list", "data": [{"id": self.name, "object": "model", "owned_by": "local"}]}
+            answer = JSONResponse(listing) if scope["path"] == "/v1/models" else self.app
+            return await answer(scope, receive, send)
+        has_place = self.open < self.limits.requests
+        self.open += has_place
+        try:
+            raw = await self._read(scope, receive, has_place)
+            body = parse(scope["path"], raw, self.limits, self.name, self.config)
+            await self._serve(body, scope, receive, send)
+        except Refused as refused:
+            await _answer(refused.status, str(refused))(scope, receive, send)
+        finally:
+            self.open -= has_place
 
     @staticmethod
     def _check_route(path: str, method: str) -> None:
@@ -81,26 +87,28 @@ class Guard:
         if method not in (taken, "OPTIONS"):
             raise Refused(405, f"{path} takes {taken}, got {method}")
 
-    async def _read(self, scope: Any, receive: Any) -> bytes:
-        """The whole body.
+    async def _read(self, scope: Any, receive: Any, has_place: bool) -> bytes:
+        """The whole body; of a request without a place nothing is kept.
 
         Raises:
-            Refused: 408, 413, 415.
+            Refused: 408, 413, 415, 429.
         """
         kind = dict(scope["headers"]).get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != b"application/json":
             raise Refused(415, f"Content-Type must be application/json, got {kind.decode('latin1')!r}")
-        parts, size, more = [], 0, True
+        parts, size, more, kept = [], 0, True, self.limits.body_bytes if has_place else 0
         try:
             async with asyncio.timeout(self.limits.seconds):
                 while more and size <= max(DRAINED, self.limits.body_bytes):
                     message = await receive()
                     part, more = message.get("body", b""), message.get("more_body", False)
                     size += len(part)
-                    if size <= self.limits.body_bytes:
+                    if size <= kept:
                         parts.append(part)
         except TimeoutError:
             raise Refused(408, f"the body did not arrive within {self.limits.seconds:g} seconds") from None
+        if not has_place:
+            raise Refused(429, f"{self.limits.requests} requests are being read, wait or are answered: try again later")
         if size > self.limits.body_bytes:
             raise Refused(413, f"a body has at most {self.limits.body_bytes} bytes, got {'over ' * more}{size}")
         return b"".join(parts)

@@ -30,7 +30,7 @@ class Limits:
     messages: int = 256
     state_bytes: int = 1 << 30  # of all requests; those that it has no room for wait
     seconds: float = 120.0  # of reading the body, of generating, and of waiting for a client that does not read
-    requests: int = 16  # answered or waiting at the same time
+    requests: int = 16  # read, waiting or answered at the same time; bodies of others are not kept
     prompt_chunk: int = 1024  # tokens read at once: between chunks a request can be given up
 
 

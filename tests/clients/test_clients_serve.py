@@ -464,16 +464,25 @@ def test_a_client_that_leaves_the_queue_is_never_served(guarded, held):
 
 
 def test_beyond_the_queue_requests_are_sent_away(guarded, held, monkeypatch):
-    monkeypatch.setattr(guarded, "limits", dataclasses.replace(guarded.limits, requests=1))
+    """From when a body begins: one that does not come takes a place, and of those without a place nothing is kept."""
+    monkeypatch.setattr(guarded, "limits", dataclasses.replace(guarded.limits, requests=2))
     there, go = held(1)
     first = guarded.connect({"prompt": "a", "max_tokens": 1})
     assert there.wait(60)
-    status, told = guarded.refusal({"prompt": "a"})
-    assert status == 429 and "try again later" in told
+    begun = guarded.connect(b"{", **{"Content-Length": "100"})
+    while guarded.open < 2:
+        time.sleep(0.01)
+    for size in (1, 3000):  # beyond what is kept of any body
+        status, told = guarded.refusal({"prompt": "a" * size})
+        assert status == 429 and "try again later" in told
     assert guarded.ask(b"", "/health", "GET")[0] == 200
+    begun.close()
     go.set()
     assert first.getresponse().status == 200
     first.close()
+    while guarded.open:
+        time.sleep(0.01)
+    guarded.complete()
 
 
 def test_time_ends_a_request(guarded, monkeypatch):
