@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from essm_train.files import write_json
 from essm_train.models import capacity_of, run_part
 from essm_train.run.loop import make_schedule
-from essm_train.run.steps import make_optimizer, make_scheduler, update
+from essm_train.run.steps import check_finite, make_optimizer, make_scheduler, update
 from modeling_essm import ESSMForCausalLM
 from modeling_essm.training.budget_dropout import Part, budget_losses
 
@@ -86,26 +87,23 @@ def fit(
         this process's processor that they took.
     """
     seconds, done = 0.0, 0
-    recent: list[float] = []
+    recent: deque[float] = deque(maxlen=50)
+
+    def check(loss: Tensor, norm: Tensor) -> None:
+        check_finite(loss, norm)
+        recent.append(float(loss))
+
     model.train()
     for number in range(updates):
         drawn = batch(number)
-        parts: list[float] = []
         started = time.process_time()
-
-        def noted(number: int = number, drawn: Batch = drawn, parts: list[float] = parts) -> Iterable[Tensor]:
-            for loss in losses(number, drawn):
-                yield loss
-                parts.append(loss.item())
-
         try:
-            update(optimizer, noted(), model.parameters(), scheduler, max_grad_norm)
+            update(optimizer, losses(number, drawn), model.parameters(), scheduler, max_grad_norm, check=check)
         except FloatingPointError:
             break
         done = number + 1
         after_step(done)
         seconds += time.process_time() - started
-        recent = [*recent[-49:], sum(parts)]
     return {
         "diverged": done < updates,
         "updates_done": done,
