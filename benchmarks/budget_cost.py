@@ -121,9 +121,8 @@ def loading_table(args: argparse.Namespace) -> dict[str, Any]:
     sizes = {"hidden_size": 1024, "num_hidden_layers": 8} if args.config is None else {}
     config = common.configuration(args.config, **({"hidden_size": 64, "num_hidden_layers": 2} if args.quick else sizes))
     budgets = [*common.clipped((2,) if args.quick else BUDGETS, config), None]
-    rounds = 1 if args.quick else args.rounds
-    _, report = common.start("budget_cost_loading", args, config, rounds=rounds)
-    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+    _, report = common.start("budget_cost_loading", args, config, rounds=args.rounds)
+    with tempfile.TemporaryDirectory() as temporary:
         folder, small = Path(temporary, "whole"), Path(temporary, "small")
         torch.manual_seed(0)
         model = ESSMForCausalLM(config).eval()
@@ -135,7 +134,7 @@ def loading_table(args: argparse.Namespace) -> dict[str, Any]:
             expected = {K: model(ids, spectral_budget=K).logits[0, -1, :4].tolist() for K in budgets}
         del model
         samples: dict[int | None, list[dict[str, Any]]] = {K: [] for K in budgets}
-        for K in budgets * rounds:
+        for K in budgets * args.rounds:
             samples[K].append(load(folder, K))
             if any(abs(a - b) > ROUNDING for a, b in zip(samples[K][-1]["logits"], expected[K], strict=True)):
                 raise RuntimeError(f"the model loaded at K = {K} is not the large one at that budget")
@@ -167,7 +166,6 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     p.add_argument("--table", choices=("all", *TABLES), default="all")
     p.add_argument("--prompt", type=int, default=4096, help="tokens of a prompt")
     p.add_argument("--length", type=int, default=1024, help="tokens of an update")
-    p.add_argument("--folder", type=Path, help="where the checkpoint is written; by default a temporary folder")
     args = p.parse_args(argv)
     if args.out and args.table == "all":
         p.error("--out is one file: give one --table")

@@ -2,15 +2,14 @@
 """What does a batch serve when most requests ask for a small size, and how long do users wait?
 
     python -m benchmarks.serving --model hub_configs/essm-novels-6m
-    python -m benchmarks.serving --config hub_configs/essm-elastic-21m --loads 0.5 0.9
+    python -m benchmarks.serving --model hub_configs/essm-novels-6m --requests 96 --loads 0.9
 
 Prompts have 16 to 512 bytes and answers 16 to 128. The same requests go to four servers: at full size, where `--rows`
 rows fit; with two thirds of them at the preset "small", or K = 2, in the same bytes of state; those in no more rows
 than at full size; and those one at a time. What each serves when all requests are there at once is measured in rounds
 that take turns. Then requests arrive at random times (Poisson): a load is the share of what is served at full size.
 Waiting is told from arrival. Batches of other sizes round otherwise: the share of requests that are answered as one at
-a time shows where two tokens are nearly as likely. Weights are random without --model. fp32 on the CPU, one thread;
-bf16 on a GPU.
+a time shows where two tokens are nearly as likely. fp32 on the CPU, one thread; bf16 on a GPU.
 """
 
 from __future__ import annotations
@@ -130,24 +129,18 @@ def measure(model: ESSMForCausalLM, drawn: list[Arrival], args: argparse.Namespa
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__, rounds=3)
-    common.add_config(p)
-    p.add_argument("--model", type=Path, help="saved language model; else one of --config with random weights")
+    p.add_argument("--model", type=Path, required=True, help="saved language model")
     p.add_argument("--rows", type=int, default=16, help="requests at full size that run at once")
     p.add_argument("--requests", type=int)
     p.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.9])
     args = p.parse_args(argv)
-    torch.manual_seed(0)
-    if args.model is not None:
-        model = ESSMForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    else:
-        model = ESSMForCausalLM(common.configuration(args.config, **({"num_hidden_layers": 2} if args.quick else {})))
+    model = ESSMForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     capacity, presets = model.config.num_spectral_channels, model.config.budget_presets or {}
     sizes = {"small": presets.get("small", 2), "full": capacity}
     model.config.budget_presets = sizes
     count = args.requests or (6 if args.quick else 96)
     settings = {"rows": args.rows, "requests": count, "sizes": sizes, "threads": 1}
-    settings |= {"config": common.name_of(args.model)} if args.model is not None else {}
-    device, report = common.start("serving", args, model.config, **settings)
+    device, report = common.start("serving", args, config=common.name_of(args.model), **settings)
     model = model.eval().to(device, common.dtype_of(device))
     with common.threads(1):
         report |= measure(model, draw_requests(count, args.quick), args)

@@ -6,8 +6,7 @@
 A trained byte-level model decodes greedily at its full budget, batch 1, through `generate`: plainly, and with every
 draft budget and draft length (0: adaptive), in turn within every round. The tokens must be the same. Speed-ups are
 ratios within rounds, over plain decoding by the same steps: eager ones, or with --compiled also such as
-`compile_decoding` makes, while calls that verify stay eager. Without --model the weights are random, and the figures
-mean nothing.
+`compile_decoding` makes, while calls that verify stay eager.
 """
 
 from __future__ import annotations
@@ -19,11 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
-from essm_train.arguments import TRUST_HELP
-from essm_train.models import load_model
-from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm import ESSMForCausalLM
 from modeling_essm.decoding import compile_decoding, speculate
 
 from . import common
@@ -31,25 +27,19 @@ from . import common
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
-    p.add_argument("--model", help="saved model")
+    p.add_argument("--model", type=Path, required=True, help="saved language model of bytes")
     p.add_argument("--prompt", default="def main(", help="text to continue")
     p.add_argument("--tokens", type=int, default=128, help="new tokens of one sample")
     p.add_argument("--draft_budgets", type=int, nargs="+", default=[2, 3, 4, 8])
     p.add_argument("--draft_lengths", type=int, nargs="+", default=[0, 2, 4, 8], help="0 adapts")
     p.add_argument("--compiled", action="store_true", help="compiled steps beside eager ones; needs a C++ compiler")
-    p.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     args = p.parse_args(argv)
     if args.quick:
         args.tokens, args.draft_budgets, args.draft_lengths = 8, [2], [0]
-    torch.manual_seed(0)
-    if args.model:
-        model = load_model(AutoModelForCausalLM, args.model, trust_remote_code=args.trust_remote_code)
-    else:
-        model = ESSMForCausalLM(ESSMConfig(hidden_size=64, num_hidden_layers=2))
+    model = ESSMForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     capacity = model.config.num_spectral_channels
     settings = {"parameters": model.num_parameters(), "layers": model.config.num_hidden_layers, "capacity": capacity}
-    config = common.name_of(Path(args.model)) if args.model else model.config.block
-    settings |= {"config": config, "trained": bool(args.model), "prompt": args.prompt, "tokens": args.tokens}
+    settings |= {"config": common.name_of(args.model), "prompt": args.prompt, "tokens": args.tokens}
     device, report = common.start("speculative", args, **settings)
     model.eval().to(device, common.dtype_of(device))
     ids = torch.tensor([list(args.prompt.encode())], device=device)

@@ -73,9 +73,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--only", nargs="+", choices=KINDS, default=[*KINDS])
     args = p.parse_args(argv)
     device, report = common.start("state_removal", args, models=args.only)
-    rounds = 1 if args.quick else args.rounds
     with common.threads(1):
-        report["results"] = [row for kind in args.only for row in measure(kind, device, rounds, args.quick)]
+        report["results"] = [row for kind in args.only for row in measure(kind, device, args.rounds, args.quick)]
     return common.finish(report, args)
 
 

@@ -37,8 +37,8 @@ RUNS = {
     "spectral_layer": ["--lengths", 128, "--budgets", 2],
     "decoding --table limit": ["--backend", "eager"],
     "decoding --table prompt": [],
-    "speculative": [],
-    "serving": ["--loads", 0.5],
+    "speculative": ["--model", MODEL],
+    "serving": ["--model", MODEL, "--loads", 0.5],
     "training_step --table models": ["--length", 64],
     "budget_cost --table compute": [],
 }
