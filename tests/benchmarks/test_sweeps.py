@@ -2,17 +2,14 @@
 """Sweeps of trained models: files of runs, resumption, best rates, sizes that match, and what is measured."""
 
 import dataclasses
-import functools
 import json
 import math
 import statistics
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from tiny_tasks import ROWS_OF
 
 from benchmarks import ablation, classification_tasks, matched_models, memory_probes, sweeps, what_budgets_buy
 from benchmarks.memory_probes import IGNORED, TASKS, AssociativeRecall, NoiseDelay
@@ -72,8 +69,11 @@ def test_runs_are_tabled_at_their_best_rate(ablate, tmp_path, monkeypatch):
     assert again["machine"]["cpu"] == runs[0]["machine"]["cpu"]
 
 
-def test_a_rate_is_judged_by_the_sizes_that_were_trained(ablate, tmp_path):
-    for name, trained in {"elastic, full alone": [8], "elastic": [1, 2, 3, 4, 6, 8]}.items():
+def test_a_rate_is_judged_by_the_sizes_that_were_trained(ablate, tmp_path, monkeypatch):
+    near = dataclasses.replace(ablation.ROWS["mamba2, nested"], layers=2, hidden_size=40)  # has about 60,000
+    monkeypatch.setitem(ablation.ROWS, "mamba2, nested", near)
+    sizes = {"elastic, full alone": [8], "elastic": [1, 2, 3, 4, 6, 8], "mamba2, nested": [1, 2, 4, 8]}
+    for name, trained in sizes.items():
         ablate("--only", name, "--rates", 0.01, "--seeds", 0)
         (path,) = (tmp_path / "runs").glob(f"{name.replace(', ', '-').replace(' ', '-')}-rate*")
         assert json.loads(path.read_text())["trained_budgets"] == trained
@@ -229,31 +229,6 @@ def test_models_classify_the_same_samples_at_their_budgets(classify, monkeypatch
     assert {budget for _, budget in smaller} <= {1, 2, 3, 4, 6}
 
 
-def test_errors_are_the_share_of_wrong_answers(data_dir):
-    """Scored by models that are known: one class for all, and the class that the mean of the pixels tells."""
-
-    class Known(torch.nn.Module):
-        config = SimpleNamespace()
-
-        def __init__(self, answer):
-            super().__init__()
-            self.weight, self.answer = torch.nn.Parameter(torch.zeros(1)), answer
-
-        def forward(self, input_features, use_cache=None, labels=None, **options):
-            logits = torch.nn.functional.one_hot(self.answer(input_features), 10) + self.weight
-            return SimpleNamespace(logits=logits, loss=logits.sum())
-
-    one, right = Known(lambda x: torch.ones(len(x), dtype=torch.int64)), Known(lambda x: class_of(x))
-    class_of = lambda x: ((x.mean((1, 2)) + 1) * 127.5 / 80 - 0.05).long()  # noqa: E731
-    settings = classification_tasks.Settings(data_dir, 1, 1)
-    loaded = classification_tasks.load(settings, "smnist")
-    collated = functools.partial(classification_tasks.collate, loaded.data.reader)
-    _, score = classification_tasks.train_and_score(one, loaded, settings.arguments("smnist"), collated)
-    labels = torch.tensor([sample.label for sample in loaded.test])
-    assert len(labels) == ROWS_OF["test"] and score(right)["1"] == 0.0
-    assert score(one)["1"] == pytest.approx(float((labels != 1).double().mean()))
-
-
 def test_training_lowers_the_error(data_dir, tmp_path):
     settings = classification_tasks.Settings(data_dir, 20_000, 40, quick=True)
     record = classification_tasks.perform(settings, sweeps.Run("elastic", 0.01, 0, "smnist"))
@@ -339,12 +314,6 @@ def test_every_kind_of_memory_is_probed(quick, tmp_path):
             right = {K: {"mean": pytest.approx(1 - error["mean"])} for K, error in result["error"].items()}
             assert {K: {"mean": values["mean"]} for K, values in result["recalled"]["2"].items()} == right
     assert [*report["results"][2]["recalled"]] == ["2", "4", "8", "12", "16"]
-    (path,) = (tmp_path / "runs").glob("recall-*-s4d-rate*")
-    run = json.loads(path.read_text())
-    tokens = run["tokens_per_cpu_second"] * run["cpu_seconds"] / run["updates_done"]
-    all_pairs = run["definition"]["task"]["pairs"]
-    lengths = [4 * -(-all_pairs // part) - 1 for part in (1, 2, 4, 8)]
-    assert tokens == pytest.approx(2 * run["settings"]["positions"] // lengths[0] * statistics.fmean(lengths))
     assert Path(tmp_path, "report.png").stat().st_size > 0
 
 
