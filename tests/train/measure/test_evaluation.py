@@ -114,12 +114,13 @@ def test_classifiers_are_evaluated_on_the_test_split(tmp_path):
 
 
 def test_classes_have_the_models_order(tmp_path):
-    """Where a task's data holds some of them, or in another order."""
+    """Where a task's data holds some of them, or in another order; with test data alone."""
     model = random_model(ESSMForSequenceClassification, num_input_features=1, id2label={0: "c", 1: "b", 2: "a"})
     model.save_pretrained(tmp_path / "model")
-    for split, labels in (("train", "ba"), ("validation", "ab"), ("test", "abb")):
+    for split, labels in (("validation", "ab"), ("test", "abb")):
         rows = [{"x": [0.5, 1.0], "label": label} for label in labels]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "train.jsonl").write_text("is not read")
     files = {split: f"{split}.jsonl" for split in ("train", "validation", "test")}
     words = dict.fromkeys(("title", "note", "origin"), "noise") | {"script": "train_classification"}
     sizes = {"full": {"features_column": "x"}, "small": {}}
@@ -146,9 +147,11 @@ def test_classes_have_the_models_order(tmp_path):
 
 
 def test_a_task_is_opened_by_its_name(tmp_path):
+    """Its held-out data alone: training data may be terabytes."""
     for split, count in (("train", 12), ("eval", 5), ("test", 9)):
         lines = [f"{i % 2:.1f}\tP{i}\tQ{i}\tb'{'abc' * (i + 3)}'\tb'abcabc'\n" for i in range(count)]
         (tmp_path / f"new_aan_pairs.{split}.tsv").write_text("".join(lines))
+    (tmp_path / "new_aan_pairs.train.tsv").write_text("is not read")
     data = model = str(tmp_path)  # a model without a tokenizer reads bytes
     pairs = open_task("retrieval", data, "small", model, batch_size=4)
     assert pairs.inputs["input_ids"].shape[:2] == (4, 2) and pairs.length == 36
@@ -156,6 +159,7 @@ def test_a_task_is_opened_by_its_name(tmp_path):
     for split in ("train", "validation"):
         text = [f"{split}: the spectral state of the spectral budget " * 60]
         pq.write_table(pa.table({"text": text}), tmp_path / f"english_novels-{split}.parquet")
+    (tmp_path / "english_novels-train.parquet").write_text("is not read")
     novels = open_task("novels", data, "small", model)
     assert novels.metric == BITS_PER_BYTE and novels.length == 256 == novels.inputs["input_ids"].shape[1]
     with pytest.raises(FileNotFoundError, match="no data for task 'pg19'"):

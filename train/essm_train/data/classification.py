@@ -160,15 +160,14 @@ def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> 
         label_names: of the model's classes; they count where they are more than numbers. record: its features.json, if
             it reads features.
     Returns:
-        The reader, all samples, and the names of the classes where the data has any.
+        The reader, the samples, and the names of the classes where the data has any.
     Raises:
         ValueError: as `load_classification`.
     """
-    splits, names = ("test", "validation"), list(label_names)
-    if names == unnamed_labels(len(names)):
-        names = []
+    wanted, names = {"test": args.test_samples, "validation": args.validation_samples}, named(label_names) or []
     columns = record.get("columns")
-    opened = next((found for split in splits if (found := _open(args, split, names, columns))), None)
+    found = ((_open(args, split, names, columns), count) for split, count in wanted.items())
+    opened, count = next((each for each in found if each[0] is not None), (None, None))
     if opened is None:
         raise ValueError(
             f"dataset {args.dataset_name!r} has no split 'test' or 'validation', and rows of 'train' do not show how "
@@ -178,7 +177,7 @@ def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> 
     reader = _make_reader(args, opened)
     if isinstance(reader, FeatureReader):
         reader.take(record)
-    split, _ = _held_out(args, opened, reader, len(label_names), args.test_samples)
+    split, _ = _held_out(args, opened, reader, len(label_names), count)
     return reader, split, opened.names or None
 
 
@@ -320,8 +319,12 @@ def check_weights(
 
 def trained_labels(config: ESSMConfig) -> list[str] | None:
     """The names of the classes of a trained head; None if there is no such head, or it has none."""
-    names = class_names(config)
-    return names if holds_head(config, ESSMForSequenceClassification) and names != unnamed_labels(len(names)) else None
+    return named(class_names(config)) if holds_head(config, ESSMForSequenceClassification) else None
+
+
+def named(labels: Sequence[str]) -> list[str] | None:
+    """The same, unless they are but numbers."""
+    return None if [*labels] == unnamed_labels(len(labels)) else [*labels]
 
 
 def class_names(config: ESSMConfig) -> list[str]:

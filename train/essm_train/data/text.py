@@ -49,11 +49,7 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
     if args.streaming and "validation" not in splits:
         raise ValueError("streaming needs validation_file or a split 'validation': the end of a stream is not held out")
     source: SampleSource
-    held_out: blocks.Stream
     if args.streaming:
-        rows = documents.items_of(splits["validation"], "the validation text")
-        texts = (item[column] for item in rows if item[column])
-        held_out, density = blocks.to_stream(texts, encoder, args.sweep_blocks * args.block_size)
         expand = functools.partial(blocks.pack_text, encoder, args.block_size, column)
         source = StreamSamples(lambda: _open(args)[0]["train"], expand, args.shuffle_buffer, args.seed)
         rows = documents.items_of(splits["train"], description)
@@ -64,14 +60,35 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
             splits["train"], splits["validation"] = documents.cut_end(splits["train"], column, HELD_OUT_FRACTION)
             description += f" (the last {HELD_OUT_FRACTION:.0%} held out)"
         stream, _ = blocks.to_mapped_stream(splits["train"], column, encoder)
-        held_out, density = blocks.to_mapped_stream(splits["validation"], column, encoder)
         digest = hashlib.sha256()
         for chunk in stream.chunks:
             digest.update(np.asarray(chunk).data)
         source, sha256 = MapSamples(blocks.Blocks(stream, args.block_size), args.seed), digest.hexdigest()
         description += f": {len(stream):,} tokens of {encoder.name}"
-    evaluated = blocks.evaluation_blocks(held_out, args.block_size, args.sweep_blocks, encoder.pad_id)
-    return TextData(source, evaluated, density, f"{description}, {len(held_out):,} held out", sha256)
+    evaluated, density, count = _evaluated(args, splits["validation"], encoder)
+    return TextData(source, evaluated, density, f"{description}, {count:,} held out", sha256)
+
+
+def load_held_out(args: Any, encoder: Encoder) -> tuple[Tensor, float]:
+    """`held_out` and `bytes_per_token` of `load_text`; no training text is read where the validation text has files."""
+    if args.validation_file:
+        rows = documents.open_files(args.validation_file, args.streaming, column=args.text_column)
+    elif (rows := (splits := _open(args)[0]).get("validation")) is None:
+        _, rows = documents.cut_end(splits["train"], args.text_column, HELD_OUT_FRACTION)
+    return _evaluated(args, rows, encoder)[:2]
+
+
+def _evaluated(args: Any, rows: Any, encoder: Encoder) -> tuple[Tensor, float, int]:
+    """Blocks of the validation text, its bytes per token, and its tokens; of a stream, as many as are evaluated."""
+    stream: blocks.Stream
+    if args.streaming:
+        items = documents.items_of(rows, "the validation text")
+        texts = (item[args.text_column] for item in items if item[args.text_column])
+        stream, density = blocks.to_stream(texts, encoder, args.sweep_blocks * args.block_size)
+    else:
+        stream, density = blocks.to_mapped_stream(rows, args.text_column, encoder)
+    evaluated = blocks.evaluation_blocks(stream, args.block_size, args.sweep_blocks, encoder.pad_id)
+    return evaluated, density, len(stream)
 
 
 def _open(args: Any) -> tuple[dict[str, Any], str]:

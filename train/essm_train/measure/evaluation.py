@@ -17,17 +17,18 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from essm_train.data.classification import load_classification, record_of, unnamed_labels
+from essm_train.data import rows, text
+from essm_train.data.classification import class_names, load_classification, load_test, named, record_of
 from essm_train.data.documents import describe_files
-from essm_train.data.text import load_text, read_blocks
+from essm_train.data.text import read_blocks
 from essm_train.data.tokens import Encoder, encoder_beside, file_of
 from essm_train.files import sha256_of
 from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.scoring import HeldOut, hold_out_blocks, hold_out_samples
 from essm_train.measure.timing import peak_memory
 from essm_train.models import budgets_to_measure, capacity_of, load_model, run_at_budget
+from essm_train.tasks import retrieval
 from essm_train.tasks.catalog import get_task, make_arguments
-from essm_train.tasks.retrieval import load_retrieval
 from modeling_essm.budgets.curve import BudgetCurve
 
 
@@ -112,25 +113,29 @@ def open_task(name: str, data_dir: str | None, scale: str, model: str, batch_siz
     title = f"{spec.title} ({scale} scale)"
     if spec.script == "train_clm":
         encoder = encoder_beside(model)
-        text = load_text(args, encoder)
-        return hold_out_blocks(text.held_out, encoder.special_ids, text.bytes_per_token, batch_size or 8, title)
+        blocks, density = text.load_held_out(args, encoder)
+        return hold_out_blocks(blocks, encoder.special_ids, density, batch_size or 8, title)
+    collate: Any
     if spec.script == "train_retrieval":
-        data = load_retrieval(args)
+        split, collate = retrieval.load_held_out(args), retrieval.collate
     else:
         # Its features.json and tokenizer count, not the task's.
         args.model_name_or_path, args.feature_scale, args.tokenizer_name = model, "auto", None
-        for name, value in record_of(model).items():
-            if name in ("max_length", "frame_length"):
-                setattr(args, name, value)
-        data = load_classification(args, _classes(model))
-    return hold_out_samples(data.held_out, data.collate, batch_size or args.eval_batch_size, title)
+        record = record_of(model)
+        for name in ("max_length", "frame_length"):
+            setattr(args, name, record.get(name, getattr(args, name)))
+        if args.test_file or args.validation_file:
+            reader, split, _ = load_test(args, _classes(model), record)
+            collate = functools.partial(rows.collate, reader)
+        else:
+            data = load_classification(args, named(_classes(model)))
+            split, collate = data.held_out, data.collate
+    return hold_out_samples(split, collate, batch_size or args.eval_batch_size, title)
 
 
-def _classes(model: str) -> list[str] | None:
-    """Names of a saved model's classes, in its order; None if it has none."""
-    names = PreTrainedConfig.get_config_dict(model)[0].get("id2label") or {}
-    ordered = [names[number] for number in sorted(names, key=int)]
-    return None if ordered == unnamed_labels(len(ordered)) else ordered
+def _classes(model: str) -> list[str]:
+    """Names of a saved model's classes, in its order."""
+    return class_names(PreTrainedConfig.from_dict(PreTrainedConfig.get_config_dict(model)[0]))
 
 
 def load_for(held_out: HeldOut, folder: str, trust_remote_code: bool = False) -> PreTrainedModel:

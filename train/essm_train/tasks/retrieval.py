@@ -117,10 +117,17 @@ def load_retrieval(args: RetrievalArguments) -> LabelledData:
     )
     description += f"; validation on {len(validation.samples):,}"
     if args.test_file is not None:
-        file = PairFile(args.test_file, args.max_length)
-        test = file.split(np.arange(len(file)), args.test_samples)
+        test = load_held_out(args)
         description += f"; test on {len(test.samples):,}"
     tokens = max(1, round(float(np.minimum(pairs.lengths[kept], args.max_length).sum(1).mean())))
     source = MapSamples(Subset(pairs, kept.tolist()), args.seed)
     save = TextReader("text1", args.max_length).save_pretrained
     return LabelledData(source, validation, test, tokens, digests, description, collate, save)
+
+
+def load_held_out(args: RetrievalArguments) -> Split:
+    """`held_out` of `load_retrieval`; no training pairs are read where there is a file of test pairs."""
+    if args.test_file is None:
+        return load_retrieval(args).held_out
+    file = PairFile(args.test_file, args.max_length)
+    return file.split(np.arange(len(file)), args.test_samples)
