@@ -12,9 +12,11 @@ Letters: n modes, p inputs, q outputs, H channels.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -273,8 +275,13 @@ def record_sizes(model: nn.Module, layers: Sequence[StateLayer], sizes: Sequence
     """After layers were rewritten: their numbers of modes into every configuration around them, which is given those of
     its own layers, and their new Parameters to live wrappers.
 
-    A model can be built around another one, and either configuration, or both, can tell the sizes.
+    A model can be built around another one, and either configuration, or both, can tell the sizes. They become copies:
+    other models may have the same ones.
     """
+    copies: dict[int, Any] = {}  # one of each, which a copy of what holds it holds, too
+    for module in model.modules():
+        if vars(module).get("config") is not None:
+            module.config = copy.deepcopy(module.config, copies)
     seen = set()
     for name, module in model.named_modules():
         config = getattr(module, "config", None)

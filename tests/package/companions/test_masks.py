@@ -11,6 +11,7 @@ from companion_layers import Recurrence, RecurrenceAdapter, Stack
 from helpers import BLOCKS, random_model
 from recurrences import diagonal_model, ids_of, random_system
 from torch.nn.utils import parametrize
+from transformers import MambaConfig, MambaForCausalLM
 
 from modeling_essm.companions import (
     DiagonalSSMConfig,
@@ -157,6 +158,15 @@ def test_a_plan_for_another_model_is_refused():
         prune(after, half(before))
     with pytest.raises(ValueError, match="must be pruned before"):
         remove(model)
+
+
+def test_a_model_of_the_same_configuration_keeps_its_sizes(tmp_path):
+    config = MambaConfig(vocab_size=16, hidden_size=8, num_hidden_layers=2, state_size=4)
+    one, other = MambaForCausalLM(config), MambaForCausalLM(config)
+    prune(one, allocate(importance(one, "random"), amount=0.5, scope="uniform"))
+    assert remove(one) == [2, 2] and one.config.state_size == one.backbone.config.state_size == 2
+    other.save_pretrained(tmp_path)
+    assert MambaForCausalLM.from_pretrained(tmp_path).config.state_size == config.state_size == 4
 
 
 def test_a_layer_whose_modes_no_dimension_counts_is_not_pruned():
