@@ -101,6 +101,7 @@ def test_what_a_model_needs_beside_it_goes_along(saved, texts, tmp_path, monkeyp
     (start / "chat_template.jinja").write_text("{{ messages }}")
     data = open_text([str(texts / "heldout.txt")], ByteEncoder(), 32, 4)
     monkeypatch.setattr(prune, "open_task", lambda *args: data)
+    monkeypatch.setattr(prune, "identity", lambda *args: {})
     run(start, texts, tmp_path / "out", amount=0.25, text_files=None, task="of.yaml")
     for name in ("tokenizer.json", "tokenizer_config.json", "features.json", "chat_template.jinja"):
         assert (tmp_path / "out" / "model" / name).read_bytes() == (start / name).read_bytes()
@@ -166,7 +167,7 @@ def test_to_a_limit(saved, texts, tmp_path, monkeypatch):
     assert found["ratio"] == 0.25 and found["modes"]["stored"] == [6, 3]
 
 
-def test_other_weights_or_texts_are_measured_anew(saved, texts):
+def test_other_weights_or_texts_are_measured_anew(saved, texts, tmp_path):
     """What a run left that was cut off is of the weights and the text that it had."""
     other = texts.with_name("texts2")
     shutil.copytree(texts, other, dirs_exist_ok=True)
@@ -176,6 +177,13 @@ def test_other_weights_or_texts_are_measured_anew(saved, texts):
     model = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
     first = prune.identity(one, model)["sha256"]
     assert prune.identity(two, model)["sha256"] != first
+    of_task = PruneArguments(**args, task="novels", data_dir=str(tmp_path))
+    identities = []
+    for text in ("held out", "replaced"):
+        for split in ("train", "validation"):
+            (tmp_path / f"english_novels-{split}.parquet").write_text(text)
+        identities.append(prune.identity(of_task, model)["sha256"])
+    assert identities[0] != identities[1]
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(3)
     assert prune.identity(one, model)["sha256"] != first

@@ -23,6 +23,7 @@ from essm_train.measure.timing import machine
 from essm_train.models import capacity_of
 from essm_train.publish.arguments import PruneArguments
 from essm_train.publish.hub import TOKENIZER_FILES
+from essm_train.tasks.catalog import find_data, get_task
 from modeling_essm.budgets.weights import checksum
 from modeling_essm.companions import Plan, allocate, certificate, describe, importance, prune, remove, state_layers
 from modeling_essm.companions.systems import StateLayer
@@ -139,10 +140,12 @@ def calibration(args: PruneArguments, encoder: Encoder) -> list[dict[str, Tensor
 
 
 def identity(args: PruneArguments, model: PreTrainedModel) -> dict[str, Any]:
-    """What measured values depend on: the arguments, and what the weights and the files of text hold."""
+    """What measured values depend on: the arguments, and what the weights and the files of text or the task hold."""
     silent = {"output_dir", "overwrite", "amount", "max_loss", "step", "trust_remote_code"}
     found = {name: value for name, value in vars(args).items() if name not in silent}
-    files = files_of([*(args.text_files or []), *(args.calibration_files or [])])
+    splits = find_data(get_task(args.task), args.scale, args.data_dir) if args.task else {"text": args.text_files or []}
+    held_out = [path for split, paths in splits.items() if split != "train" or len(splits) == 1 for path in paths]
+    files = files_of([*held_out, *(args.calibration_files or [])])
     weights = checksum(sorted(model.state_dict().items()))
     return found | {"sha256": [weights, *(sha256_of(Path(path)) for path in files)]}
 
