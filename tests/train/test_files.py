@@ -2,7 +2,6 @@
 """essm_train/files.py: a file has its old content or its new one. Folders are tested with the runs that are killed."""
 
 import errno
-import json
 import os
 import resource
 import signal
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from safetensors.torch import save_file
 
 from essm_train import files
@@ -19,8 +17,6 @@ from essm_train.files import (
     filling,
     replacing,
     set_aside,
-    sha256_of,
-    write_figure,
     write_json,
     write_text,
 )
@@ -40,16 +36,6 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         temporary.write_text("new")
         assert path.read_bytes() == "é".encode()
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["a.txt"]
-
-
-def test_what_is_written(tmp_path):
-    write_json(tmp_path / "c.json", {"x": [1]}, indent=1)
-    write_figure(tmp_path / "d.png", Figure())
-    text = (tmp_path / "c.json").read_text()
-    assert json.loads(text) == {"x": [1]} and text.startswith('{\n "x"') and text.endswith("\n")
-    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
-    (tmp_path / "b").write_bytes(b"\x00")
-    assert sha256_of(tmp_path / "b").startswith("6e340b9cffb37a98")
 
 
 def test_a_folder_is_set_aside(tmp_path):

@@ -1,12 +1,10 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
-"""essm-train-classification: text and features, map-style and streamed; resume, errors that name the row, the sweep."""
-
-import signal
+"""essm-train-classification: text and features, map-style and streamed; errors that name the row, the sweep."""
 
 import datasets
 import pytest
 import torch
-from training_run import NO_SIZES, final_state, load_classes, read, read_log, same, signals, texts, train_apart, write
+from training_run import NO_SIZES, final_state, load_classes, read, read_log, signals, texts, write
 from training_run import train_classes as train
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -147,17 +145,6 @@ def test_trained_weights_begin_with_budget_dropout(arguments, finished, tmp_path
     train(arguments(tmp_path, **NO_SIZES, logging_steps=1, model_name_or_path=start))
     schedule = budget_schedule("discrete", 8, 0)
     assert [line["budget"] for line in read_log(tmp_path)] == [schedule(i)[0] for i in range(8)]
-
-
-def test_killed_run_resumes_bit_for_bit(tmp_path, arguments, finished, files):
-    line = arguments(tmp_path / "run", kind="text", streaming=True, test_file=files["text test"])
-    codes, log = train_apart(line, tmp_path, ("kill_at_update", 5), command=train)
-    assert codes == [-signal.SIGKILL], log
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["checkpoint-00000003"]
-    train(line, whole=True)
-    assert same(tmp_path / "run", finished["streamed text"])
-    sweeps = [read(folder / "budget_sweep.json")["values"] for folder in (tmp_path / "run", finished["streamed text"])]
-    assert sweeps[0] == sweeps[1]
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -7,8 +7,6 @@ How a run trains, stops, breaks and resumes is tested in tests/train/run.
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -194,17 +192,6 @@ def test_nothing_is_deleted_by_arguments_that_cannot_work(finished, data):
         with pytest.raises(ValueError, match=said):
             train([*command_line(finished, **data | changes), "--overwrite_output_dir"])
     assert sorted(path.name for path in finished.iterdir()) == before
-
-
-@pytest.mark.slow
-def test_errors_of_the_script_are_one_line(data, tmp_path):
-    """Under the launcher too, whose own traceback --quiet leaves out."""
-    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet", "--cpu"]
-    order = command_line(tmp_path, **data | {"train_file": "MISSING"})
-    launch += ["--num_processes", "1", "-m", "essm_train.train_clm", *order]
-    run = subprocess.run(launch, cwd=tmp_path, capture_output=True, text=True)
-    assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
-    assert run.stderr.strip().splitlines()[-1].startswith("error: cannot read MISSING")
 
 
 def test_a_hub_push_that_cannot_work_is_refused_before_training(data, tmp_path, monkeypatch):

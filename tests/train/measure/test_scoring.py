@@ -121,9 +121,3 @@ def test_a_sweep_is_read_as_it_was_written(metric, tmp_path):
     assert read_sweep(record) == sweep and read_sweep(record).timings == timings and record["model"] == "mine"
     assert ("bits_per_byte" in record) == (metric == BITS_PER_BYTE)
     assert (record["sweet_spot"], record["collapse_boundary"]) == (sweep.sweet_spot, sweep.collapse_boundary)
-
-
-def test_what_is_not_finite_is_no_figure():
-    table = torch.full((VOCAB_SIZE, VOCAB_SIZE), math.nan)
-    with pytest.raises(ValueError, match=r"bits_per_byte of a test; .* at K=4 must be finite, got nan"):
-        held_out("some text, and some more of it" * 9).value(FixedLogits(table), 4)

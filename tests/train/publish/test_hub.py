@@ -162,11 +162,9 @@ DAMAGES = {
     "foreign-code": (lambda model: refer(model, "../id_rsa.x"), "No such file"),
     "no-weights": (lambda model: (model / "model.safetensors").unlink(), "lacks model.safetensors"),
     "no-code": (lambda model: (model / "spectral_ops.py").unlink(), "No such file.*spectral_ops.py"),
-    "linked-code": (lambda model: link(model, "spectral_ops.py"), "lacks spectral_ops.py.* no link is published"),
     "linked-weights": (lambda model: link(model, "model.safetensors"), "lacks model.safetensors.* no link is"),
     "truncated": (lambda model: os.truncate(model / "model.safetensors", 5000), "truncated"),
     "nan": (lambda model: spoil(model, "model.norm.weight", float("nan")), "model.norm.weight in .* hold NaN"),
-    "infinite": (lambda model: spoil(model, "model.norm.weight", float("-inf")), "model.norm.weight in .* infinite"),
     "lost-shard": (
         lambda model: (model / "model.safetensors.index.json").write_text(
             '{"weight_map": {"a": "model-1.safetensors"}}'
