@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import reprlib
-import shutil
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -345,11 +344,12 @@ def save_profile(model: Any, folder: str | os.PathLike) -> None:
     if source is None or os.path.realpath(source) == os.path.realpath(os.path.join(folder, PROFILE_NAME)):
         return
     try:
-        measured = json.loads(Path(source).read_text(encoding="utf-8"))["weights"]
+        text = Path(source).read_text(encoding="utf-8")
+        measured = json.loads(text)["weights"]
     except (ValueError, KeyError, TypeError, RecursionError):
         measured = None
     if isinstance(measured, str) and same_weights(measured, weights_checksum(model)):
-        shutil.copy(source, folder)
+        write_text(Path(folder, PROFILE_NAME), text)
     else:
         logger.warning_once(f"no budget profile is saved: {source} was measured on other weights")
 

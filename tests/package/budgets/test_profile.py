@@ -340,8 +340,11 @@ def test_a_saved_model_takes_its_profile_along(tmp_path):
     for name, each in (("large", model), ("copy", other)):
         each.save_pretrained(tmp_path / name)
         of(each).save(tmp_path / name)
-    whole = load(tmp_path / "large")
-    whole.save_pretrained(tmp_path / "copy")
+    whole, place = load(tmp_path / "large"), tmp_path / "copy" / PROFILE_NAME
+    earlier = place.read_text()
+    with place.open() as there:  # replaced in one move: what is being read stays whole
+        whole.save_pretrained(tmp_path / "copy")
+        assert there.read() == earlier
     assert read_profile(tmp_path / "copy", whole) == of(model) == budget_profile(whole)
     read = load(tmp_path / "large", spectral_capacity=8, dtype=torch.bfloat16)
     for i, small in enumerate((read, whole.truncate(8))):
