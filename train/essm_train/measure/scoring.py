@@ -68,9 +68,9 @@ class HeldOut:
     description: str
     auto_class: Any
 
-    @property
+    @functools.cached_property
     def length(self) -> int:
-        """Positions of the longest block or sample, all of which are read for it."""
+        """Positions of the longest block or sample, all of which are read for it, once."""
         return self.longest()
 
     def value(self, model: PreTrainedModel, budget: int, finite: bool = True) -> float:
