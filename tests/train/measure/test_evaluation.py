@@ -2,6 +2,7 @@
 """Saved models on held-out data at every budget, seed by seed; pruning of modes, ratio by ratio."""
 
 import dataclasses
+import functools
 import json
 import shutil
 import statistics
@@ -144,6 +145,34 @@ def test_classes_have_the_models_order(tmp_path):
     (tmp_path / "scaled" / "features.json").write_text(json.dumps(record | {"multiplier": 1.0}))
     with pytest.raises(ValueError, match=r"scaled has the features\.json .*1\.0"):
         evaluate_models([str(tmp_path / name) for name in ("model", "scaled")], held_out, (32,))
+
+
+@pytest.mark.parametrize(
+    ("script", "streaming", "expected"),
+    [
+        ("train_classification", False, "10% of the training rows, held out"),  # the labels of its test are not public
+        ("train_classification", True, "streaming needs a validation_file"),
+        ("train_clm", False, "blocks of 16"),
+        ("train_clm", True, "streaming needs validation_file"),
+    ],
+)
+def test_a_task_without_held_out_files_holds_out_training_data(script, streaming, expected, tmp_path):
+    random_model(ESSMForSequenceClassification, num_input_features=1, num_labels=2).save_pretrained(tmp_path / "model")
+    rows = {"train": [{"x": [0.5, 1.0], "text": "a text " * 9, "label": i % 2} for i in range(40)]}
+    rows |= {"test": [{"x": [0.5, 1.0], "label": -1}]} if script == "train_classification" else {}
+    for split, found in rows.items():
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, found)))
+    words = dict.fromkeys(("title", "note", "origin"), "noise") | {"script": script, "small": {}}
+    full = {"features_column": "x", "num_labels": 2} if "test" in rows else {"text_column": "text", "block_size": 16}
+    data = [{"files": {split: f"{split}.jsonl" for split in rows}, "how": "by hand"}]
+    task = words | {"data": data, "full": full | {"streaming": streaming}}
+    (tmp_path / "t.yaml").write_text(yaml.safe_dump(task))
+    opened = functools.partial(open_task, str(tmp_path / "t.yaml"), str(tmp_path), "full", str(tmp_path / "model"))
+    if streaming:
+        with pytest.raises(ValueError, match=expected):
+            opened()
+    else:
+        assert expected in opened().description
 
 
 def test_a_task_is_opened_by_its_name(tmp_path):

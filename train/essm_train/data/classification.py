@@ -164,15 +164,35 @@ def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> 
     Raises:
         ValueError: as `load_classification`.
     """
+    if (found := _load_test(args, label_names, record)) is None:
+        raise ValueError(
+            f"{args.dataset_name or describe_files(args.test_file)!r} has no split 'test' or 'validation' with labels, "
+            "and rows of 'train' do not show how good a model is"
+        )
+    return found
+
+
+def load_held_out(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> tuple[Split, Any]:
+    """`held_out` and `collate` of `load_classification`; no training row is read where others with labels have files.
+
+    Args and errors are those of `load_test`.
+    """
+    if (args.test_file or args.validation_file) and (found := _load_test(args, label_names, record)) is not None:
+        return found[1], functools.partial(collate, found[0])
+    data = load_classification(args, named(label_names))
+    return data.held_out, data.collate
+
+
+def _load_test(
+    args: Any, label_names: Sequence[str], record: dict[str, Any]
+) -> tuple[Reader, Split, list[str] | None] | None:
+    """As `load_test`; None where there is no such split."""
     wanted, names = {"test": args.test_samples, "validation": args.validation_samples}, named(label_names) or []
     columns = record.get("columns")
     found = ((_open(args, split, names, columns), count) for split, count in wanted.items())
     opened, count = next((each for each in found if each[0] is not None), (None, None))
     if opened is None:
-        raise ValueError(
-            f"dataset {args.dataset_name!r} has no split 'test' or 'validation', and rows of 'train' do not show how "
-            "good a model is"
-        )
+        return None
     _check_named(opened, names, args.label_column)
     reader = _make_reader(args, opened)
     if isinstance(reader, FeatureReader):

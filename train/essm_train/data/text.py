@@ -46,8 +46,7 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
     if args.streaming and not (args.train_file or args.dataset_name):
         raise ValueError("streaming needs train_file or dataset_name")
     splits, description = _open(args)
-    if args.streaming and "validation" not in splits:
-        raise ValueError("streaming needs validation_file or a split 'validation': the end of a stream is not held out")
+    _check_held_out(args, splits)
     source: SampleSource
     if args.streaming:
         expand = functools.partial(blocks.pack_text, encoder, args.block_size, column)
@@ -74,8 +73,15 @@ def load_held_out(args: Any, encoder: Encoder) -> tuple[Tensor, float]:
     if args.validation_file:
         rows = documents.open_files(args.validation_file, args.streaming, column=args.text_column)
     elif (rows := (splits := _open(args)[0]).get("validation")) is None:
+        _check_held_out(args, splits)
         _, rows = documents.cut_end(splits["train"], args.text_column, HELD_OUT_FRACTION)
     return _evaluated(args, rows, encoder)[:2]
+
+
+def _check_held_out(args: Any, splits: dict[str, Any]) -> None:
+    """Raises ValueError for a stream without validation text."""
+    if args.streaming and "validation" not in splits:
+        raise ValueError("streaming needs validation_file or a split 'validation': the end of a stream is not held out")
 
 
 def _evaluated(args: Any, rows: Any, encoder: Encoder) -> tuple[Tensor, float, int]:

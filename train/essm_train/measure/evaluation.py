@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from essm_train.data import rows, text
-from essm_train.data.classification import class_names, load_classification, load_test, named, record_of
+from essm_train.data import classification, text
+from essm_train.data.classification import class_names, record_of
 from essm_train.data.documents import describe_files
 from essm_train.data.text import read_blocks
 from essm_train.data.tokens import Encoder, encoder_beside, file_of
@@ -124,12 +124,7 @@ def open_task(name: str, data_dir: str | None, scale: str, model: str, batch_siz
         record = record_of(model)
         for name in ("max_length", "frame_length"):
             setattr(args, name, record.get(name, getattr(args, name)))
-        if args.test_file or args.validation_file:
-            reader, split, _ = load_test(args, _classes(model), record)
-            collate = functools.partial(rows.collate, reader)
-        else:
-            data = load_classification(args, named(_classes(model)))
-            split, collate = data.held_out, data.collate
+        split, collate = classification.load_held_out(args, _classes(model), record)
     return hold_out_samples(split, collate, batch_size or args.eval_batch_size, title)
 
 
