@@ -206,7 +206,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
             given = getattr(getattr(self, "generation_config", None), name, None)
             if given is None or callable(given):  # a function's budgets are not known before
                 continue
-            budgets = given if name == "step_budgets" else [given]
+            budgets = given if name == "step_budgets" and isinstance(given, (list, tuple)) else [given]
             if not all(budget_fits(K, self.config) for K in budgets):
                 setattr(self.generation_config, name, None)
 

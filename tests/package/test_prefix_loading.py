@@ -168,6 +168,8 @@ def test_the_config_follows(tmp_path):
         assert model.model.config is config or model.model.config.num_spectral_channels == 6
         assert model(random_ids(1, 5)).spectral_budget == (6, 6)
     assert large.config.num_spectral_channels == 32  # not a view
+    large.generation_config.step_budgets = 4  # no list: `generate` says so, and not what loads a part
+    assert copy.deepcopy(large).truncate(6).generation_config.step_budgets == 4
     kept = ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=6, spectral_budget="phone")
     assert kept(random_ids(1, 5)).spectral_budget == (4, 4)
     config = ESSMConfig.from_pretrained(tmp_path, dropout=0.5)
