@@ -152,7 +152,10 @@ class Adapter:
 
     def tensors(self, layer: nn.Module) -> list[tuple[nn.Module, str]]:
         """What `shrink` replaces by name: (module, name of a parameter or buffer of it)."""
-        return [(module, name) for module, name, *_ in self._parts(layer)]
+        found = [(module, name) for module, name, *_ in self._parts(layer)]
+        if not found and type(self).shrink is Adapter.shrink:
+            raise self._lacks_dims(layer)
+        return found
 
     def shape(self, layer: nn.Module) -> tuple[int, ...]:
         """Shape of a mask over the layer's modes: (n,) or (H, n)."""
@@ -166,11 +169,14 @@ class Adapter:
             if output
         ]
         if not found:
-            raise ValueError(
-                f"{type(self).__name__} must have mode_dims and output_names, or masks, tensors and shrink of its own, "
-                f"to prune {type(layer)}"
-            )
+            raise self._lacks_dims(layer)
         return found
+
+    def _lacks_dims(self, layer: nn.Module) -> ValueError:
+        return ValueError(
+            f"{type(self).__name__} must have mode_dims and output_names, or masks, tensors and shrink of its own, "
+            f"to prune {type(layer)}"
+        )
 
     def shrink(self, layer: nn.Module, keep: Tensor, size: int) -> None:
         """Take the modes that are not kept out of the layer.

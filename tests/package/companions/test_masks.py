@@ -177,10 +177,19 @@ def test_a_layer_whose_modes_no_dimension_counts_is_not_pruned():
     class Other(Recurrence):
         pass
 
+    class Masked(Unnamed):
+        def masks(self, layer, keep):
+            return [(layer, "C", keep[:, None])]
+
     register(Other, Unnamed())
     model = torch.nn.Sequential(Other(random_system()))
     with pytest.raises(ValueError, match="Unnamed must have mode_dims and output_names, or masks, tensors and shrink"):
         prune(model, half(model))
+    register(Other, Masked())
+    prune(model, half(model))
+    with pytest.raises(ValueError, match="Masked must have mode_dims and output_names, or masks, tensors and shrink"):
+        remove(model)
+    assert is_pruned(model)
 
 
 def test_wrapped_layers_count_once():
