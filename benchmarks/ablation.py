@@ -82,6 +82,7 @@ ROWS: dict[str, Row] = {
     "elastic, muon, 16 channels": _elastic(num_spectral_channels=16, optimizer="muon"),
     "elastic, muon, inner D": _elastic(expansion=1.0, optimizer="muon"),
     "elastic, muon, inner 3 D": _elastic(expansion=3.0, optimizer="muon"),
+    "elastic, muon, inner 4 D": _elastic(expansion=4.0, optimizer="muon"),
     "elastic, muon, gate of 1 unit": _elastic(gate_hidden_size=8, optimizer="muon"),
     "elastic, muon, gate of 16 units": _elastic(gate_hidden_size=128, optimizer="muon"),
     "llama": Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES),
