@@ -464,7 +464,7 @@ def test_a_client_that_leaves_the_queue_is_never_served(guarded, held):
 
 
 def test_beyond_the_queue_requests_are_sent_away(guarded, held, monkeypatch):
-    """From when a body begins: one that does not come takes a place, and of those without a place nothing is kept."""
+    """From when a body begins: one that does not come takes a place. Long ones without a place are told so."""
     monkeypatch.setattr(guarded, "limits", dataclasses.replace(guarded.limits, requests=2))
     there, go = held(1)
     first = guarded.connect({"prompt": "a", "max_tokens": 1})
