@@ -85,7 +85,10 @@ ROWS: dict[str, Row] = {
     "elastic, muon, inner 4 D": _elastic(expansion=4.0, optimizer="muon"),
     "elastic, muon, 3 blocks, inner 4 D": _elastic(layers=3, expansion=4.0, optimizer="muon"),
     "elastic, muon, FFN": _elastic(layers=3, feed_forward=8 / 3, optimizer="muon"),
-    "elastic, muon, FFN, inner 3 D": _elastic(layers=3, feed_forward=8 / 3, expansion=3.0, optimizer="muon"),
+    **{
+        f"elastic, muon, FFN, inner {n} D": _elastic(layers=3, feed_forward=8 / 3, expansion=n, optimizer="muon")
+        for n in (3, 4, 6)
+    },
     "elastic, muon, gate of 1 unit": _elastic(gate_hidden_size=8, optimizer="muon"),
     "elastic, muon, gate of 16 units": _elastic(gate_hidden_size=128, optimizer="muon"),
     "llama": Row(5, peer="transformer", hidden_size=112, rates=_PEER_RATES),
