@@ -103,6 +103,15 @@ ROWS: dict[str, Row] = {
 ROWS |= {
     f"{name}, muon": dataclasses.replace(ROWS[name], optimizer="muon") for name in ("paper", "llama", "mamba2", "s4d")
 }
+# Of as many parameters, so of 6 blocks of 136, and of 4 blocks with 2.8 and 3.7 times the width inside.
+ROWS |= {
+    f"mamba2, muon, {name}": dataclasses.replace(ROWS["mamba2, muon"], **shape)
+    for name, shape in {
+        "6 blocks": {"layers": 6},
+        "inner 3 D": {"hidden_size": 136},
+        "inner 4 D": {"hidden_size": 120},
+    }.items()
+}
 
 
 @dataclass(frozen=True)

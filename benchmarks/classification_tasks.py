@@ -47,6 +47,7 @@ _ELASTIC = {"block": "elastic", "num_spectral_channels": 8}
 ROWS: dict[str, Row] = {
     "paper": Row(2, {"num_spectral_channels": 16}, full_share=0.5),
     "elastic": Row(4, _ELASTIC, expansion=2.0, full_share=0.5, schedule="family"),
+    "elastic, heads of 4 D": Row(4, _ELASTIC, expansion=4.0, full_share=0.5, schedule="family"),
     "llama": Row(2, peer="transformer", hidden_size=72, rates=_PEER_RATES),
     # The library's own scale of new weights for Mamba-2.
     "mamba2": Row(2, {"initializer_range": 0.1}, peer="mamba2", hidden_size=88, rates=_PEER_RATES),
