@@ -105,12 +105,9 @@ ROWS |= {
 }
 # Of as many parameters, so of 6 blocks of 136, and of 4 blocks with 2.8 and 3.7 times the width inside.
 ROWS |= {
-    f"mamba2, muon, {name}": dataclasses.replace(ROWS["mamba2, muon"], **shape)
-    for name, shape in {
-        "6 blocks": {"layers": 6},
-        "inner 3 D": {"hidden_size": 136},
-        "inner 4 D": {"hidden_size": 120},
-    }.items()
+    "mamba2, muon, 6 blocks": dataclasses.replace(ROWS["mamba2, muon"], layers=6),
+    "mamba2, muon, inner 3 D": dataclasses.replace(ROWS["mamba2, muon"], hidden_size=136),
+    "mamba2, muon, inner 4 D": dataclasses.replace(ROWS["mamba2, muon"], hidden_size=120),
 }
 
 
