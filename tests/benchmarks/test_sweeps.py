@@ -160,7 +160,7 @@ def test_a_nested_mamba2_trains_its_sizes_in_every_update(ablate, monkeypatch):
     assert [sorted(seen[i : i + 4]) for i in (0, 4, 8)] == [[(K, 2) for K in (1, 2, 4, 8)]] * 3 and len(seen) == 12
 
 
-@pytest.mark.parametrize("name", ["paper", "elastic, FFN", "elastic, memory", "llama"])
+@pytest.mark.parametrize("name", ["paper", "elastic, muon, FFN, inner 4 D", "elastic, memory", "llama"])
 def test_models_have_as_many_parameters(name):
     row = ablation.ROWS[name]
     config = matched_models.matched_config(row, 800_000)
