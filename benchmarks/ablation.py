@@ -56,6 +56,7 @@ def _elastic(
 
 _BASE = _elastic()
 _MUON = _elastic(optimizer="muon")
+_WIDE = _elastic(expansion=4.0, optimizer="muon")
 _PEER_RATES = (1.5e-3, 3e-3, 6e-3)
 ROWS: dict[str, Row] = {
     "paper": Row(3, {"num_spectral_channels": 16}),
@@ -82,7 +83,12 @@ ROWS: dict[str, Row] = {
     "elastic, muon, 16 channels": _elastic(num_spectral_channels=16, optimizer="muon"),
     "elastic, muon, inner D": _elastic(expansion=1.0, optimizer="muon"),
     "elastic, muon, inner 3 D": _elastic(expansion=3.0, optimizer="muon"),
-    "elastic, muon, inner 4 D": _elastic(expansion=4.0, optimizer="muon"),
+    "elastic, muon, inner 4 D": _WIDE,
+    "elastic, muon, inner 4 D, full alone": dataclasses.replace(_WIDE, full_share=1.0),
+    **{
+        f"elastic, muon, inner 4 D, K = {K} alone": dataclasses.replace(_WIDE, full_share=1.0, channels=K)
+        for K in (1, 2, 4)
+    },
     "elastic, muon, 3 blocks, inner 4 D": _elastic(layers=3, expansion=4.0, optimizer="muon"),
     "elastic, muon, FFN": _elastic(layers=3, feed_forward=8 / 3, optimizer="muon"),
     **{
