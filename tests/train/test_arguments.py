@@ -75,7 +75,6 @@ def test_a_new_model_has_the_size_of_the_script_and_its_block():
         ("config_overrides: [1]", r"config_overrides must be a table, or like hidden_size=256, got \[1\]"),
         ("config_overrides: {1: 2}", "config_overrides: 1 is no field"),
         ("block: [1]\nnum_hidden_layers: x", "num_hidden_layers must be an integer, got 'x'"),
-        ("cpu_threads: -1", "cpu_threads must be at least 1, got -1"),
         (b"train_file: caf\xe9", "a.yaml is not YAML: 'utf-8' codec can't decode byte 0xe9"),
         ("max_steps: 1.5", "invalid int value"),
         ("streaming: maybe", "[Tt]ruthy value"),
@@ -122,6 +121,7 @@ def test_the_nearest_legal_argument_is_named(given, message):
     ("changes", "message"),
     [
         ({"max_steps": 0}, "max_steps must be at least 1, got 0"),
+        ({"seed": 20261129120000}, r"seed must be in \[0, 2147483647\], got 20261129120000"),
         ({"ema_decay": 1.0}, r"ema_decay must be in \[0, 1\), got 1.0"),
         ({"num_train_epochs": math.inf}, r"num_train_epochs must be in \(0, inf\), got inf"),
         ({"learning_rate": math.nan}, "learning_rate must be at least 0, got nan"),

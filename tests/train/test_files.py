@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from essm_train import files
 from essm_train.files import (
+    alone_in,
     claim,
     filling,
     replacing,
@@ -59,6 +60,16 @@ def test_two_writers_of_a_file_do_not_meet(replacing, tmp_path):
     assert path.read_text() == "first" and os.listdir(tmp_path) == ["a.json"]
     plain.touch()
     assert path.stat().st_mode == plain.stat().st_mode
+
+
+def test_what_a_killed_run_left_is_deleted_and_nothing_else(tmp_path):
+    """Killed while it wrote a file or a folder, deleted one, or had moved one aside for its successor."""
+    others = (".partial-thesis.txt", ".tmp-notes")
+    own = ("partial-0123abcd-a.json", "tmp-0123abcd-model", "tmp-deleted-0123abcd-old", "tmp-replaced-0123abcd-best")
+    for name in (*(f".{name}" for name in own), *others):
+        (tmp_path / name).mkdir()
+    with alone_in(tmp_path):
+        assert {path.name for path in tmp_path.iterdir()} == {".lock", "best", *others}
 
 
 def test_two_writers_of_a_folder_do_not_meet(tmp_path):

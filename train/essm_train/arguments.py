@@ -146,9 +146,8 @@ class RunArguments:
         check_at_least(self, 1, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "eval_steps")
         check_at_least(self, 1, "save_steps", "save_total_limit", "logging_steps", "cpu_threads", "truncation_attempts")
         check_at_least(self, 1, "decay_steps")
-        check_at_least(
-            self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience", "seed"
-        )
+        check_at_least(self, 0, "warmup_steps", "full_budget_updates", "sandwich_random", "early_stopping_patience")
+        check_within(self, f"[0, {2**31 - 1}]", "seed")  # each process adds its number
         check_at_least(self, 0, "learning_rate", "weight_decay", "early_stopping_threshold")
         check_within(self, "[0, 1)", "ema_decay", "adam_beta2")
         check_within(self, "[0, 1]", "distillation_weight", "min_lr_rate")

@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 PARTIAL = ".partial-"
 TEMPORARY = ".tmp-"
 _REPLACED = f"{TEMPORARY}replaced-"
+_DELETED = f"{TEMPORARY}deleted-"
+_LEFT = re.compile(rf"({TEMPORARY}|{_REPLACED}|{_DELETED}|{PARTIAL})[0-9a-f]{{8}}-".replace(".", r"\."))
 
 
 def claim(
@@ -186,7 +189,7 @@ def set_aside(path: Path, name: str) -> str:
 
 def delete(path: Path) -> None:
     """Delete so that a kill halfway leaves a temporary folder, not a damaged one under the old name."""
-    doomed = _own_name(path, f"{TEMPORARY}deleted-")
+    doomed = _own_name(path, _DELETED)
     os.replace(path, doomed)
     _remove(doomed)
 
@@ -213,9 +216,8 @@ def alone_in(folder: Path) -> Iterator[None]:
             original = path.with_name(path.name.removeprefix(_REPLACED).partition("-")[2])
             if not original.exists():
                 os.replace(path, original)  # killed between the two renames of `publish`
-        for kind in (TEMPORARY, PARTIAL):
-            for path in folder.glob(f"{kind}*"):
-                _remove(path)
+        for path in [path for path in folder.iterdir() if _LEFT.match(path.name)]:
+            _remove(path)
         yield
     finally:
         lock.release()

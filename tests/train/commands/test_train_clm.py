@@ -128,6 +128,8 @@ def test_a_tokenizer_replaces_bytes(data, tmp_path, monkeypatch, capsys):
     path.write_text(json.dumps(json.loads(path.read_text()) | names))
     show_samples(args, ESSMForCausalLM.from_pretrained(model), torch.tensor(prompt))
     assert re.search(continued, capsys.readouterr().out)
+    show_samples(args, ESSMForCausalLM.from_pretrained(model), torch.tensor([tokenizer.eos_token_id]))
+    assert "sample" not in capsys.readouterr().out  # there is nothing to go on from
     given = {"model": str(model), "text_files": [data["validation_file"]], "output_dir": str(tmp_path / "again")}
     sweep_main(SweepArguments(**given, budgets=[4]))
     again = json.loads((tmp_path / "again" / "budget_sweep.json").read_text())
@@ -194,11 +196,18 @@ def test_nothing_is_deleted_by_arguments_that_cannot_work(finished, data):
     assert sorted(path.name for path in finished.iterdir()) == before
 
 
-def test_a_hub_push_that_cannot_work_is_refused_before_training(data, tmp_path, monkeypatch):
-    def refuse(name, private):
-        raise PermissionError(f"no token for {name}")
+def test_a_hub_or_a_tracker_that_cannot_be_reached_ends_a_run_before_anything_is_deleted(finished, data, monkeypatch):
+    def refuse(*names, **private):
+        raise PermissionError(f"no token for {names}")
 
-    monkeypatch.setattr("essm_train.run.accelerator.check_can_push", refuse)
-    with pytest.raises(PermissionError, match="no token for me/mine"):
-        train([*command_line(tmp_path, **data, hub_model_id="me/mine"), "--push_to_hub"])
-    assert not list_checkpoints(tmp_path)
+    before = sorted(path.name for path in finished.iterdir())
+    order = [*command_line(finished, **data, hub_model_id="me/mine"), "--overwrite_output_dir", "--push_to_hub"]
+    monkeypatch.setattr(loop, "check_can_push", refuse)
+    with pytest.raises(ValueError, match="cannot read MISSING"):  # before a repository is made
+        train([*order, "--train_file", "MISSING"])
+    with pytest.raises(PermissionError, match=r"no token .*me/mine"):
+        train(order)
+    monkeypatch.setattr("accelerate.Accelerator.init_trackers", refuse)
+    with pytest.raises(PermissionError, match=r"no token .*essm"):
+        train(order[:-1])
+    assert sorted(path.name for path in finished.iterdir()) == before

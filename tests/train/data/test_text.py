@@ -103,6 +103,9 @@ def test_a_tokenizer_may_be_one_file_and_gets_an_end_token(tmp_path):
     plain.train_from_iterator(documents(), vocab_size=299, show_progress=False)
     made = with_end_token(PreTrainedTokenizerFast(tokenizer_object=plain._tokenizer))
     assert (made.eos_token, made.eos_token_id, len(made)) == ("<eos>", 299, 300)
+    gaps = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 1, "b": 12}, unk_token="a"))
+    gaps = PreTrainedTokenizerFast(tokenizer_object=gaps, eos_token="<eos>")
+    assert (len(gaps), TokenizerEncoder(gaps, "gaps").vocab_size) == (3, 13)
     (tmp_path / "other.json").write_text('{"version": "1.0"}')
     for name, reason in (("other.json", "a file must be what"), ("nowhere", "")):
         with pytest.raises(ValueError, match=f"cannot load tokenizer '.*{name}': {reason}"):

@@ -10,9 +10,7 @@ from huggingface_hub import EvalResult, ModelCard
 from transformers import AutoModelForCausalLM
 
 from essm_train.measure.budget_sweep import read_sweep
-from essm_train.publish.arguments import PushArguments
 from essm_train.publish.model_card import SECTIONS, write_model_card
-from essm_train.publish.run_card import push_run
 from modeling_essm import ESSMForSequenceClassification
 
 
@@ -139,9 +137,3 @@ def test_a_users_card_keeps_its_head(run, tmp_path):
     template.write_text("---\nlicense: mit\nmine: [1]\n---\n{{ x }}" + "".join(f"<!-- {name} -->" for name in SECTIONS))
     card = ModelCard(write(run, template=template))
     assert "{{ x }}## Model" in card.text and card.data.license == "mit" and card.data.to_dict()["mine"] == [1]
-
-
-def test_card_only_needs_no_hub(run, capsys):
-    assert push_run(PushArguments(run=str(run), card_only=True)) is None
-    assert "wrote" in capsys.readouterr().out
-    assert ModelCard.load(run / "model" / "README.md").text.strip().startswith("# run\n")

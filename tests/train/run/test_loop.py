@@ -101,9 +101,10 @@ def test_muon_moves_the_matrices_of_the_body_channel_by_channel_and_adamw_all_el
     [{}, {"budget_schedule": "sandwich", "distillation_weight": 0.5}, {"budget_schedule": "family"}],
     ids=str,
 )
-def test_accumulated_gradients_equal_one_large_batch(schedule, arguments, tmp_path):
+def test_accumulated_gradients_equal_one_large_batch(schedule, arguments, tmp_path, monkeypatch):
     shared = {"dropout": 0.0, "max_steps": 3, "learning_rate": 1e-3, **schedule}
     train(arguments(tmp_path / "large", per_device_train_batch_size=4, **shared))
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "2")  # of another program
     train(arguments(tmp_path / "accumulated", gradient_accumulation_steps=4, per_device_train_batch_size=1, **shared))
     for a, b in zip(final_state(tmp_path / "large"), final_state(tmp_path / "accumulated"), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)  # fp32 sums in another order
@@ -210,6 +211,18 @@ def test_compiled_training(arguments, tmp_path, monkeypatch):
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], atol=1e-5, rtol=0.0)
+
+
+@pytest.mark.slow
+def test_every_kind_of_block_has_graphs_of_its_own(arguments, tmp_path, monkeypatch):
+    """A rate of its own in every block is compiled in, so that a limit for one kind of block would be met."""
+    compile_model = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_model(self, backend="eager", **options))
+    for name, value in {"fail_on_recompile_limit_hit": True, "recompile_limit": 8}.items():
+        monkeypatch.setattr(torch._dynamo.config, name, value)
+    torch._dynamo.reset()
+    ramp = {"stochastic_depth": 0.2, "stochastic_depth_ramp": True, "num_hidden_layers": 4, "num_spectral_channels": 2}
+    train([*arguments(tmp_path, max_steps=4, **ramp), "--torch_compile"])
 
 
 def test_the_best_model_is_the_earlier_of_equals(arguments, validations, tmp_path):

@@ -291,16 +291,17 @@ def test_a_second_run_in_the_folder_is_refused(arguments, tmp_path):
 
 def test_a_finished_model_keeps_what_was_added_to_it(arguments, tmp_path, capsys):
     train(arguments(tmp_path))
-    profile = tmp_path / "model" / "budget_profile.json"
-    profile.write_text("{}")
+    profile, sweep = tmp_path / "model" / "budget_profile.json", tmp_path / "budget_sweep.json"
+    for path in (profile, sweep):
+        path.write_text("{}")
     record = json.loads((tmp_path / "training.json").read_text())
     (tmp_path / "training.json").write_text(json.dumps(record | {"hardware": "of the training"}))
     train(arguments(tmp_path))
     assert json.loads((tmp_path / "training.json").read_text())["hardware"] == "of the training"
-    assert "kept" in capsys.readouterr().out and profile.read_text() == "{}"
+    assert "kept" in capsys.readouterr().out and profile.read_text() == sweep.read_text() == "{}"
     train(arguments(tmp_path, load_best_model_at_end=True))  # other weights, of which it says nothing
     assert f"{tmp_path / 'model'} as it was is now earlier-model\n" in capsys.readouterr().out
-    assert not profile.exists()
+    assert not profile.exists() and not sweep.exists()  # a kill before the new sweep would leave it for the card
     profile.write_text("later")
     train([*arguments(tmp_path, max_steps=9, load_best_model_at_end=True), "--extend"])
     assert not profile.exists()

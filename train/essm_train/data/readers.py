@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from essm_train.data.documents import decode_wav, is_sound
+from essm_train.data.tokens import vocabulary_size
 from modeling_essm import build_byte_tokenizer
 
 FEATURES = "features.json"  # beside a model of features
@@ -75,7 +76,7 @@ class TextReader:
     def config_fields(self) -> dict[str, Any]:
         """What the model's config must say."""
         special = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "eos")}
-        return {"vocab_size": len(self.tokenizer), "pad_token_id": self.pad_id, **special}
+        return {"vocab_size": vocabulary_size(self.tokenizer), "pad_token_id": self.pad_id, **special}
 
     def save_pretrained(self, folder: Path) -> None:
         """The tokenizer, which pads and cuts as it was done here."""

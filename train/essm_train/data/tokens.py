@@ -23,7 +23,7 @@ class TokenizerEncoder:
     def __init__(self, tokenizer: Any, name: str):
         if tokenizer.eos_token_id is None:
             raise ValueError(f"tokenizer {name!r} has no end-of-sequence token to put between documents")
-        self.tokenizer, self.name, self.vocab_size = tokenizer, name, len(tokenizer)
+        self.tokenizer, self.name, self.vocab_size = tokenizer, name, vocabulary_size(tokenizer)
         self.pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         others = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
         unknown = {tokenizer.unk_token_id} - {*others}  # stands for text, and counts
@@ -80,6 +80,11 @@ def file_of(source: str, name: str) -> str | None:
     """The path of a file of a folder or a Hub repository; None where it is not there, or cannot be reached."""
     quietly = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     return cached_file(source, name, **quietly)
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """One more than its largest id: `len(tokenizer)` is less where ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
 
 
 def digest_of(tokenizer: Any) -> str:

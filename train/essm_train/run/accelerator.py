@@ -28,21 +28,18 @@ from transformers.trainer_utils import enable_full_determinism
 
 from essm_train.arguments import RunArguments
 from essm_train.files import alone_in, check_writable, naming, set_aside, write_text
-from essm_train.publish.hub import check_can_push
 from modeling_essm.budgets.profile import cpu_cores, device_name
 
 
 @contextmanager
 def open_run(args: RunArguments) -> Iterator[Accelerator]:
-    """The Accelerator of a run that has its output_dir for itself until the end, and may push if it is to.
+    """The Accelerator of a run that has its output_dir for itself until the end.
 
     Raises:
-        ValueError: as `make_accelerator`, or another run uses output_dir. Others: as `check_can_push`.
+        ValueError: as `make_accelerator`, or another run uses output_dir.
     """
     accelerator = make_accelerator(args)
     with _alone_in(accelerator, Path(args.output_dir)):
-        if args.push_to_hub and accelerator.is_main_process:
-            check_can_push(str(args.hub_model_id), private=args.hub_private_repo)
         yield accelerator
         accelerator.wait_for_everyone()
         accelerator.end_training()
@@ -119,19 +116,22 @@ def _alone_in(accelerator: Accelerator, folder: Path) -> Iterator[None]:
         yield
 
 
+def start_trackers(accelerator: Accelerator, settings: dict[str, Any]) -> None:
+    """Those of the run. Raises what one raises that cannot start."""
+    plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in settings.items()}
+    accelerator.init_trackers("essm", plain)
+
+
 class RunLog:
-    """log.jsonl, one line per logged update, and the trackers of a run; one process writes.
+    """log.jsonl, one line per logged update, beside the trackers of a run; one process writes.
 
     Args:
-        settings: of the run, for the trackers.
         last: the update that a run goes on from. Lines after it are dropped, and so are damaged ones. With 0, what lies
             there is of an earlier run and becomes earlier-log.jsonl.
     """
 
-    def __init__(self, accelerator: Accelerator, path: Path, settings: dict[str, Any], last: int):
+    def __init__(self, accelerator: Accelerator, path: Path, last: int):
         self.accelerator, self.path = accelerator, path
-        plain = {k: v if isinstance(v, (int, float, str)) else str(v) for k, v in settings.items()}
-        accelerator.init_trackers("essm", plain)
         if accelerator.is_main_process:
             if last == 0 and path.exists():
                 say(accelerator, f"{path} of an earlier run is now {set_aside(path, f'earlier-{path.name}')}")

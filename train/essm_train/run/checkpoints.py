@@ -17,6 +17,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def publishing(accelerator: Accelerator, path: Path) -> Iterator[Path]:
         ConnectionError: another process of the run is gone.
         OSError: it could not be written; its space is free again, and the message names the last good checkpoint.
     """
-    temporary = path.with_name(TEMPORARY + path.name)  # all know it, and no other run is in this folder
+    temporary = path.with_name(f"{TEMPORARY}{0:08x}-{path.name}")  # all know it, and no other run is in this folder
     try:
         if accelerator.is_main_process:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -260,14 +261,18 @@ def _choose(output_dir: Path, chosen: str | None) -> tuple[Path | None, dict[Pat
     return None, {}
 
 
-def _delete_run(output_dir: Path, args: RunArguments) -> None:
-    """What `overwrite_output_dir` says may go. Raises ValueError if the run that begins reads any of it."""
-    doomed = [*list_checkpoints(output_dir), *(output_dir / name for name in (*RESULTS, BEST))]
-    doomed += [path for prefix in (DAMAGED, LATER) for path in output_dir.glob(f"{prefix}checkpoint-*")]
-    read = [each for value in vars(args).values() for each in (value if isinstance(value, list) else [value])]
-    claim(output_dir, [path.name for path in doomed], overwrite=True, reads=read)
-    for path in filter(os.path.lexists, doomed):
-        delete(path)
+def _of_a_run(output_dir: Path) -> list[Path]:
+    """What a run leaves, there or not."""
+    kept = [path for prefix in (DAMAGED, LATER) for path in output_dir.glob(f"{prefix}checkpoint-*")]
+    return [*list_checkpoints(output_dir), *(output_dir / name for name in (*RESULTS, BEST)), *kept]
+
+
+def delete_run(accelerator: Accelerator, args: RunArguments) -> None:
+    """What `overwrite_output_dir` says may go, once `find_run` has found that it may."""
+    if accelerator.is_main_process:
+        for path in filter(os.path.lexists, _of_a_run(Path(args.output_dir))):
+            delete(path)
+    accelerator.wait_for_everyone()
 
 
 def _has_own_best(output_dir: Path, identity: dict[str, Any]) -> bool:
@@ -280,7 +285,7 @@ def _has_own_best(output_dir: Path, identity: dict[str, Any]) -> bool:
 
 
 def find_run(accelerator: Accelerator, args: RunArguments, identity: dict[str, Any]) -> Path | None:
-    """Make output_dir ready; the checkpoint to go on from, if any.
+    """Make output_dir ready, but for `delete_run`; the checkpoint to go on from, if any.
 
     Args:
         identity: what defines the run, with the `model_identity` as "model".
@@ -293,11 +298,13 @@ def find_run(accelerator: Accelerator, args: RunArguments, identity: dict[str, A
     if accelerator.is_main_process:
         try:
             if args.overwrite_output_dir:
-                _delete_run(output_dir, args)
-            found[:2] = _choose(output_dir, args.resume_from_checkpoint)
-            if found[0] is None and not args.extend:
-                names = RESULTS if _has_own_best(output_dir, identity) else (*RESULTS, BEST)
-                claim(output_dir, names, flag="--overwrite_output_dir")
+                read = chain.from_iterable(v if isinstance(v, list) else [v] for v in vars(args).values())
+                claim(output_dir, [path.name for path in _of_a_run(output_dir)], overwrite=True, reads=read)
+            else:
+                found[:2] = _choose(output_dir, args.resume_from_checkpoint)
+                if found[0] is None and not args.extend:
+                    names = RESULTS if _has_own_best(output_dir, identity) else (*RESULTS, BEST)
+                    claim(output_dir, names, flag="--overwrite_output_dir")
         except ValueError as error:
             found[2] = str(error)
     checkpoint, passed, problem = broadcast_object_list(found)
@@ -307,7 +314,7 @@ def find_run(accelerator: Accelerator, args: RunArguments, identity: dict[str, A
         raise ValueError(problem)
     if checkpoint is not None:
         _check_same_run(checkpoint, identity, args)
-    if accelerator.is_main_process:
+    if checkpoint is not None and accelerator.is_main_process:
         for path, damage in passed.items():
             what, name = (f"damaged: {damage}", DAMAGED + path.name) if damage else ("later", LATER + path.name)
             name = set_aside(path, name)

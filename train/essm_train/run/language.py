@@ -108,8 +108,10 @@ def show_samples(args: CLMArguments, model: PreTrainedModel, prompt_ids: Tensor)
         return
     tokenizer = AutoTokenizer.from_pretrained(f"{args.output_dir}/model", trust_remote_code=False)
     prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
-    print(f"--- prompt ---\n{prompt}")
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False, return_token_type_ids=False)
+    if not inputs["input_ids"].numel():  # of special tokens alone
+        return
+    print(f"--- prompt ---\n{prompt}")
     inputs = inputs.to(model.device)
     for K in sorted({min(K, capacity_of(model)) for K in SAMPLE_BUDGETS}):
         set_seed(0)

@@ -39,10 +39,13 @@ from essm_train.files import set_aside, write_json
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.scoring import HeldOut, Metric
 from essm_train.models import capacity_of, run_part
+from essm_train.publish.hub import check_can_push
 from essm_train.publish.run_card import write_card_and_push
-from essm_train.run.accelerator import RunLog, hardware, say
+from essm_train.run.accelerator import RunLog, hardware, say, start_trackers
 from essm_train.run.checkpoints import (
     BEST,
+    RESULTS,
+    delete_run,
     find_run,
     last_good,
     load_checkpoint,
@@ -207,8 +210,13 @@ class _Run:
             | {"model": model_identity(task.model)}
             | ({} if self.truncation is None else {"truncation after": sorted(self.truncation.steps)})
         )
-        self._check_what_comes()  # before find_run deletes anything
+        self._check_what_comes()
         self.checkpoint = find_run(accelerator, args, self.identity)
+        start_trackers(accelerator, self.identity)
+        if args.push_to_hub and accelerator.is_main_process:
+            check_can_push(str(args.hub_model_id), private=args.hub_private_repo)
+        if args.overwrite_output_dir:  # now that nothing is left that could be wrong
+            delete_run(accelerator, args)
         self.saved = read_run_state(self.checkpoint) if self.checkpoint is not None else {}
         self._prepare()
 
@@ -240,10 +248,11 @@ class _Run:
             enable = getattr(network, "activation_checkpointing_enable", None)  # its name since transformers 5.2x
             (enable or network.gradient_checkpointing_enable)({"use_reentrant": False})
         if args.torch_compile:
-            allow_compiled_budgets(len(self.schedule.budgets))
             layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
+            kinds = {(getattr(each, "stochastic_depth", 0.0), *(p.shape for p in each.parameters())) for each in layers}
+            allow_compiled_budgets(len(self.schedule.budgets) * max(1, len(kinds)))
             if layers and hasattr(network, "lm_head"):  # which reads blocks of one length
-                for layer in layers:  # alike, so that one graph of a budget serves all, whatever the depth
+                for layer in layers:  # one graph of a budget serves all that are alike
                     layer.compile(dynamic=False)
             else:
                 network.compile()
@@ -260,6 +269,7 @@ class _Run:
         if accelerator.is_fsdp2 and accelerator.native_amp:  # which Accelerate does in every other case
             autocast = get_mixed_precision_context_manager(True, accelerator.autocast_handler)
             network.forward = autocast(network.forward)
+        accelerator.gradient_accumulation_steps = 1  # the loop counts its own, whatever the environment says
         self.model, self.optimizer = accelerator.prepare(network, optimizer)
         self.average = WeightAverage(self.model, args.ema_decay) if args.ema_decay else None
 
@@ -286,7 +296,7 @@ class _Run:
             waits = self.args.load_best_model_at_end and not done and self.progress.best is not None
             if waits and (reason := self._lost_best()):
                 say(self.accelerator, f"{reason}. Without a better validation to come, the end of the run will fail")
-        self.log = RunLog(self.accelerator, self.output_dir / "log.jsonl", self.identity, self.progress.update)
+        self.log = RunLog(self.accelerator, self.output_dir / "log.jsonl", self.progress.update)
         return done
 
     def perform_updates(self) -> None:
@@ -519,10 +529,10 @@ class _Run:
 
     def _set_earlier_aside(self, folder: Path) -> None:
         """The model of a run that had ended, to which its user may have added; one that was killed left no record."""
-        record = self.output_dir / "training.json"
-        if record.exists() and folder.exists():
+        if (self.output_dir / "training.json").exists() and folder.exists():
             say(self.accelerator, f"{folder} as it was is now {set_aside(folder, f'earlier-{folder.name}')}")
-        record.unlink(missing_ok=True)
+        for name in RESULTS[1:]:  # which a card would tell of the new model
+            (self.output_dir / name).unlink(missing_ok=True)
 
     def _is_saved(self, folder: Path) -> bool:
         """Whether the model there has seen this update, and is the best or the last one as asked for."""

@@ -48,8 +48,9 @@ class Muon(torch.optim.Optimizer):
     `model.base_model`, AdamW for all else, embeddings and heads included; one learning rate and weight decay for both.
 
     A matrix (m, n) moves by lr * 0.2 sqrt(max(m, n)) times its orthogonalized Nesterov momentum: by the RMS of AdamW's
-    steps (Liu et al. 2025, arXiv 2502.16982). Each channel's slice of an ES-SSM's weight is a matrix of its own: in a
-    whole one the gradients of later channels change the direction in which the first ones move.
+    steps (Liu et al. 2025, arXiv 2502.16982). So what an update did not train moves on as fast, along its old momentum.
+    Each channel's slice of an ES-SSM's weight is a matrix of its own: in a whole one the gradients of later channels
+    change the direction in which the first ones move.
     """
 
     def __init__(
