@@ -117,14 +117,6 @@ class ElasticGenerationMixin(GenerationMixin):
         """As in transformers; the budget, then of all beams and samples, is resolved here for all steps."""
         input_ids, model_kwargs = super()._expand_inputs_for_generation(*args, **kwargs)
         given = [x for x in (model_kwargs.get("inputs_embeds"), input_ids) if x is not None]
-        cache, mask = model_kwargs.get("past_key_values"), model_kwargs.get("attention_mask")
-        held = 0 if cache is None else cache.get_seq_length()
-        # New tokens alone come with the mask of all.
-        if held and given and held >= max(length := given[0].shape[1], 0 if mask is None else mask.shape[1]):
-            raise ValueError(
-                f"past_key_values has read {held} positions, but the prompt has {length}: generate needs the text that "
-                "the cache has read and at least one token more, or new tokens alone and the mask of all"
-            )
         if (budget := model_kwargs.get("spectral_budget")) is not None:
             if not isinstance(budget, Tensor):  # which the library has repeated
                 budget = rows_of_samples(budget, kwargs.get("expand_size", 1))
@@ -132,6 +124,20 @@ class ElasticGenerationMixin(GenerationMixin):
         if (steps := model_kwargs.get("step_budgets")) is not None:
             steps.samples = kwargs.get("expand_size", 1)
         return input_ids, model_kwargs
+
+    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
+        """As in transformers; a cache that has read all of the prompt is an error."""
+        embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        length, cache = (input_ids if embeds is None else embeds).shape[1], model_kwargs.get("past_key_values")
+        held = 0 if cache is None else cache.get_seq_length()
+        # New tokens alone come with the mask of all, of which newer libraries keep the length where it masks nothing.
+        covered = getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
+        if held and held >= max(length, covered):
+            raise ValueError(
+                f"past_key_values has read {held} positions, but the prompt has {length}: generate needs the text that "
+                "the cache has read and at least one token more, or new tokens alone and the mask of all"
+            )
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any):
         """As in transformers; guidance, whose processor calls the model by itself, does so at the step's budget."""

@@ -450,8 +450,8 @@ class ESSMModel(ESSMPreTrainedModel):
         check_mask(attention_mask, B, L, past)
         mask = None if attention_mask is None else attention_mask[:, -L:].bool()
         embeddings = self.embedding_dropout(self._embed(input_ids, inputs_embeds, input_features, mask, cache))
-        fresh, real = cache is None or cache.batch_size is None, None if mask is None else mask.to(embeddings.device)
-        closed = None if real is None else close_up(real, fresh and not self.is_hybrid)  # attention: real ones first
+        real = None if mask is None else mask.to(embeddings.device)
+        closed = None if real is None else close_up(real)
         told = {**kwargs, "position_ids": position_ids, "seq_idx": seq_idx}
         packing = None if L == 1 else read_packing(told, B, L, real, closed)
         warn_once_of(config, budget, past + L if packing is None else packing.longest)
@@ -665,7 +665,7 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
                 raise ValueError(f"a classifier reads whole rows, and takes no {name}")
         B, L = check_inputs(self.config, input_ids, inputs_embeds, input_features)
         real = None if attention_mask is None else attention_mask.bool()
-        if read_packing(kwargs, B, L, real, None if real is None else close_up(real, True)) is not None:
+        if read_packing(kwargs, B, L, real, None if real is None else close_up(real)) is not None:
             raise ValueError("a classifier pools whole rows: packed sequences have no place in it; pad them instead")
         inputs = input_ids, attention_mask, inputs_embeds, input_features, None, False, output_hidden_states
         outputs = self.model(*inputs, spectral_budget, return_dict=True)

@@ -93,23 +93,21 @@ class Packing:
         return torch.cat(outputs).index_select(0, self.place.to(u.device)).view(B, L, D)
 
 
-def close_up(real: Tensor, keep_leading: bool) -> tuple[Tensor, Tensor, Tensor] | None:
+def close_up(real: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """How to move real positions of each row together, before the masked ones; None where no position is masked, but on
     an accelerator, in a compiled graph and under torch.func, where no value is read.
 
     Args:
-        real: (B, L) bool. keep_leading: leave masked positions before the first real one where they are: in front of
-            an empty state silence changes nothing.
+        real: (B, L) bool.
     Returns:
         order (B, L), the position that comes to stand at each place; place (B, L), where the output for each position
         is then found, for a masked one that of the last position before it; lengths (B,), places before the masked.
     """
-    kept = real | (real.long().cumsum(1) == 0) if keep_leading else real
     readable = real.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed()
-    if readable and bool(kept.all()):
+    if readable and bool(real.all()):
         return None
-    rank, lengths = kept.long().cumsum(1), kept.long().sum(1)
-    target = torch.where(kept, rank, lengths[:, None] + (~kept).long().cumsum(1)) - 1
+    rank, lengths = real.long().cumsum(1), real.long().sum(1)
+    target = torch.where(real, rank, lengths[:, None] + (~real).long().cumsum(1)) - 1
     positions = torch.arange(real.shape[1], device=real.device).expand_as(target)
     return torch.zeros_like(target).scatter(1, target, positions), (rank - 1).clamp(min=0), lengths
 
@@ -156,9 +154,9 @@ def read_packing(
         if value is None:
             continue
         offsets = value.tolist()
-        ascending = all(a < b for a, b in itertools.pairwise(offsets))
+        ascending = all(a < b for a, b in itertools.pairwise(offsets)) and not value.is_floating_point()
         if B != 1 or value.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != L or not ascending:
-            raise ValueError(f"{name} must ascend from 0 to {L} in a batch of one row, got {offsets} for {B} rows")
+            raise ValueError(f"{name} must be integers from 0 up to {L}, of one row, got {offsets} for {B} rows")
         starts = torch.zeros(1, L, dtype=torch.bool, device=value.device)
         starts[0, offsets[1:-1]] = True
         found[name] = _moved(starts, closed)

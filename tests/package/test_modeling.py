@@ -254,6 +254,18 @@ def test_masked_positions_have_no_gradient(variant):
 
 
 @variants
+def test_padding_is_skipped_by_layers_with_biases_too(variant):
+    """As adapters give them: zeros before such a layer are no silence after it."""
+    model, ids = random_model(**variant), random_ids(1, 9)
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda module, inputs, output: output + 0.5)
+    padded, mask = (torch.cat([torch.zeros(1, 4, dtype=torch.long), x], 1) for x in (ids, torch.ones_like(ids)))
+    with torch.no_grad():
+        assert_close(model(padded, attention_mask=mask).logits[:, 4:], model(ids).logits)
+
+
+@variants
 def test_an_empty_batch(variant):
     model, none = random_model(**variant), torch.zeros(0, 5, dtype=torch.long)
     assert model(none, attention_mask=torch.ones_like(none)).logits.shape == (0, 5, 259)
@@ -277,7 +289,7 @@ def test_what_a_layer_is_told_moves_with_it():
 def test_positions_follow_a_model_that_is_spread_over_devices(packed):
     """What `close_up` and `Packing` found on the device of the embeddings serves later layers and the last norm."""
     real = torch.tensor([[True, False, True, True], [True, True, True, True]])
-    order = close_up(real, False)[0]
+    order = close_up(real)[0]
     packing = read_packing({"seq_idx": torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]])}, 2, 4)
     with FakeTensorMode() as mode:
         hidden, order = torch.empty(2, 4, 8, device="cuda"), mode.from_tensor(order)
