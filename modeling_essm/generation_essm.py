@@ -75,7 +75,8 @@ class ElasticGenerationMixin(GenerationMixin):
 
         `generate(.., step_budgets=..)` takes a budget per step instead of `spectral_budget`: a list, whose last entry
         holds for all further steps, or a function of the step. Step 0 reads the prompt and gives the first token. The
-        cache has room for the largest entry of a list; of a function it has that of step 0, as always.
+        cache has room for the largest entry of a list; of a function it has that of step 0, as always. Without a cache
+        every step reads the whole text at its own budget.
         """
         called, steps = kwargs.pop("spectral_budget", None), kwargs.pop("step_budgets", None)
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
