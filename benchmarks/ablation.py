@@ -89,6 +89,7 @@ ROWS: dict[str, Row] = {
         f"elastic, muon, inner 4 D, K = {K} alone": dataclasses.replace(_WIDE, full_share=1.0, channels=K)
         for K in (1, 2, 4)
     },
+    "elastic, muon, inner 4 D, rows, equal compute": dataclasses.replace(_WIDE, schedule="rows", updates=EQUAL_COMPUTE),
     "elastic, muon, 3 blocks, inner 4 D": _elastic(layers=3, expansion=4.0, optimizer="muon"),
     "elastic, muon, FFN": _elastic(layers=3, feed_forward=8 / 3, optimizer="muon"),
     **{
