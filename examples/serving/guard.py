@@ -13,6 +13,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from transformers.cli.serving import utils
@@ -51,6 +52,7 @@ class Guard:
         self.batch = SharedBatch(model, limits)
         utils.InferenceThread = functools.partial(_Threads, limits.requests)
         model.generate = functools.partial(self._generate, model.generate)
+        app.add_exception_handler(HTTPException, lambda _, error: _answer(error.status_code, str(error.detail)))
         app.add_exception_handler(TemplateError, lambda _, error: _answer(422, f"chat template: {error}"))
         app.add_exception_handler(ValueError, lambda _, error: _answer(getattr(error, "status", 422), str(error)))
 

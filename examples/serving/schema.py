@@ -172,6 +172,7 @@ def parse(path: str, raw: bytes, limits: Limits, model: str, config: ESSMConfig)
         raise Refused(422, f"generation_config: {error}") from None
     for wrong, reason in (
         (tokens > limits.new_tokens, f"at most {limits.new_tokens} new tokens are generated, got {tokens}"),
+        (request.stop and generation.stop_strings, "give stop or generation_config.stop_strings, not both"),
         ((generation.min_new_tokens or 0) > tokens, f"min_new_tokens must be at most the {tokens} new tokens"),
         (rounds > limits.messages, f"at most {limits.messages} messages are read, got {rounds}"),
         (not all(0 <= end < vocabulary for end in ends), f"eos_token_id must be in [0, {vocabulary}), got {ends}"),

@@ -46,6 +46,8 @@ class Writer:
         if len(prompt) > LONGEST:  # the page's own limit holds in a browser only
             raise gr.Error(f"A prompt has at most {LONGEST} characters, got {len(prompt)}.")
         ids = tokenizer(prompt, return_tensors="pt").input_ids
+        if not ids.numel() and config.bos_token_id is None:
+            raise gr.Error("This model needs a prompt: it has no token that begins a text.")
         self.ids = ids if ids.numel() else torch.tensor([[config.bos_token_id]])
         self.cache, self.random = ESSMCache(config, state_budget=room), torch.Generator().manual_seed(seed or 0)
         self.budget_of, self.count, self.temperature = budget_of, count, temperature

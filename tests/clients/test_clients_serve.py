@@ -271,6 +271,8 @@ BAD = [
     ({"temperature": -1}, 422, "temperature: Input should be greater"),
     ({"temperature": 1e-30}, 422, "must be 0, for greedy decoding, or in"),
     ({"stop": 5}, 422, "stop"),
+    ({"stop": "b", CONFIG: {"stop_strings": ["c"]}}, 422, "give stop or generation_config.stop_strings, not both"),
+    ({"messages": [USER], "foo": 1}, 422, "Unexpected fields in the request: {'foo'}", CHAT),  # by the library
     ({CONFIG: {"eos_token_id": 259}}, 422, "eos_token_id must be in [0, 259), got [259]"),
     ({CONFIG: {"num_return_sequences": 9}}, 422, "num_return_sequences: Extra inputs"),
     ({CONFIG: "{"}, 400, "generation_config: Invalid JSON"),

@@ -370,8 +370,9 @@ def expm1(z: Tensor) -> Tensor:
 
 
 def as_complex(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """(.., 2) real and imaginary parts -> (..) complex with parts of `dtype`."""
-    return torch.view_as_complex(parameter.to(dtype).contiguous())
+    """(.., 2) real and imaginary parts -> (..) complex with parts of `dtype`: a copy, as weights mapped from a file may
+    lie where complex numbers cannot."""
+    return torch.complex(*parameter.to(dtype).unbind(-1))
 
 
 @functools.lru_cache(maxsize=64)

@@ -151,6 +151,12 @@ def link(model: Path, name: str) -> None:
     (model / name).symlink_to((model / name).rename(model.parent / name))
 
 
+def index(model: Path) -> Path:
+    """Written beside the weights; the one shard that it names."""
+    (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
+    return model / "model-1.safetensors"
+
+
 def refer(model: Path, reference: str) -> None:
     (model / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": reference}}))
 
@@ -165,13 +171,17 @@ DAMAGES = {
     "linked-weights": (lambda model: link(model, "model.safetensors"), "lacks model.safetensors.* no link is"),
     "truncated": (lambda model: os.truncate(model / "model.safetensors", 5000), "truncated"),
     "nan": (lambda model: spoil(model, "model.norm.weight", float("nan")), "model.norm.weight in .* hold NaN"),
-    "lost-shard": (
-        lambda model: (model / "model.safetensors.index.json").write_text(
-            '{"weight_map": {"a": "model-1.safetensors"}}'
-        ),
-        "lacks model-1.safetensors",
-    ),
+    "lost-shard": (lambda model: (model / "model.safetensors").rename(index(model).parent / "x"), "lacks model-1.saf"),
+    "two-saves": (lambda model: shutil.copy(model / "model.safetensors", index(model)), "holds model.safetensors and"),
 }
+
+
+def test_the_index_of_an_earlier_save_in_shards_is_not_published(api, run):
+    """The library leaves it there, and reads the one file."""
+    index(run / "model")
+    push(run)
+    names = {operation.path_in_repo for operation in api.create_commit.call_args.args[1]}
+    assert "model.safetensors" in names and not any("index" in name for name in names)
 
 
 @pytest.mark.parametrize("damage, says", DAMAGES.values(), ids=DAMAGES.keys())

@@ -29,6 +29,7 @@ from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from essm_train.baselines.config import BaselineConfig
+from modeling_essm.companions.models.mixer_diagonal import as_complex
 
 DT_RANGE = (1e-3, 1e-1)  # of the initial dt, log-uniform
 _FREQUENCIES = 1024  # at a time: at H = 256 and N = 64 some 300 MB
@@ -91,7 +92,7 @@ class S4DMixer(StateSpaceMixer):
         """(H, length) K of `dtype`, without the H x N x length powers: exp(l dt A) = exp(i m dt A) exp(j dt A)."""
         A = torch.complex(-self.log_A_real.to(dtype).exp(), self.A_imag.to(dtype))
         dtA = A * self.log_dt.to(dtype).exp()[:, None]
-        CB = torch.view_as_complex(self.C.to(dtype)) * (dtA.exp() - 1.0) / A
+        CB = as_complex(self.C, dtype) * (dtA.exp() - 1.0) / A
         m = math.isqrt(length - 1) + 1  # l = i m + j with i, j < m
         j = torch.arange(m, device=dtA.device, dtype=dtype)
         rows = CB[..., None] * (dtA[..., None] * (m * j)).exp()  # (H, N/2, m)
@@ -139,7 +140,7 @@ class S4Mixer(StateSpaceMixer):
 
     def discretise(self) -> tuple[Tensor, Tensor, Tensor]:
         """A_bar (H, N, N), B_bar and C (H, N), complex128, with both of each conjugate pair."""
-        P, B, C = (torch.view_as_complex(x.double()) for x in (self.P, self.B, self.C))
+        P, B, C = (as_complex(x, torch.float64) for x in (self.P, self.B, self.C))
         P, B, C = (torch.cat([x, x.conj()], 1) for x in (P, B, C))
         Lambda = torch.complex(-self.log_A_real.double().exp(), self.A_imag.double())
         A = torch.diag_embed(torch.cat([Lambda, Lambda.conj()], 1)) - P[..., None] * P.conj()[:, None]
@@ -165,7 +166,7 @@ class S4Mixer(StateSpaceMixer):
         one denominator, and so that c = 0 is no exception, all is multiplied by c: S_ab = c q_ab.
         """
         Lambda = torch.complex(-self.log_A_real.to(dtype).exp(), self.A_imag.to(dtype))
-        P, B, C = (torch.view_as_complex(x.to(dtype)) for x in (self.P, self.B, self.C))
+        P, B, C = (as_complex(x, dtype) for x in (self.P, self.B, self.C))
         s, c = (theta / 2).sin().to(dtype), (theta / 2).cos().to(dtype)
         frequency = (2 / self.log_dt.to(dtype).exp())[:, None] * s  # (H, F): g = i frequency / c
         squares = (Lambda.abs() ** 2)[..., None] * c**2 - frequency[:, None] ** 2  # (H, N/2, F)

@@ -89,20 +89,21 @@ def split_files(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
     """
     if not folder.is_dir():
         raise ValueError(f"{str(folder)!r} is not a folder; a run's saved model is its `model` folder")
-    code, card, index = _code(folder), folder / "README.md", folder / "model.safetensors.index.json"
+    code, card, weights = _code(folder), folder / "README.md", weight_files(folder)
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     shown = {(a or b).removeprefix("./") for a, b in _SHOWN.findall(text)}
     files: dict[str, Path | bytes] = {}
     left_out = []
     for path in sorted(folder.iterdir()):
         known = path in code or any(fnmatch(path.name, pattern) for pattern in _PUBLISHED)
+        if any(fnmatch(path.name, pattern) for pattern in _WEIGHTS):  # or of an earlier save
+            known = path.name in weights
         if path.is_symlink():
             left_out.append(f"{path.name} (a symbolic link)")
         elif path.is_file() and (known or (path.suffix in _PICTURES and path.name in shown)):
             files[path.name] = path
         else:
             left_out.append(path.name + "/" * path.is_dir())
-    weights = set(read_json(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
     needed = {"config.json", *weights, *(path.name for path in code if path.parent == folder)}
     if missing := sorted(needed - {*files}):
         raise ValueError(f"{folder} lacks {', '.join(missing)}: save_pretrained writes them, and no link is published")
@@ -110,6 +111,21 @@ def split_files(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
         config = read_json(folder / "config.json") | {"auto_map": AUTO_MAP}
         files |= {**package, "config.json": f"{json.dumps(config, indent=2)}\n".encode()}
     return files, left_out
+
+
+def weight_files(folder: Path) -> set[str]:
+    """Names of the weights that the library reads of a folder, with their index if they are shards, there or not.
+
+    Raises:
+        ValueError: one file and shards lie there, of which the library reads the file, whichever was saved last.
+    """
+    single, index = "model.safetensors", "model.safetensors.index.json"
+    shards = set(read_json(folder / index)["weight_map"].values()) if (folder / index).is_file() else set()
+    if not (folder / single).is_file():
+        return shards | {index} if shards else {single}
+    if both := sorted(name for name in shards if (folder / name).is_file()):
+        raise ValueError(f"{folder} holds {single} and {', '.join(both)}, of two saves: save to an empty folder")
+    return {single}
 
 
 def _code(folder: Path) -> set[Path]:

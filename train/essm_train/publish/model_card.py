@@ -22,7 +22,7 @@ from safetensors import safe_open
 from essm_train.data.readers import read_record
 from essm_train.files import write_text
 from essm_train.measure.budget_sweep import read_sweep
-from essm_train.publish.hub import read_json
+from essm_train.publish.hub import read_json, weight_files
 from modeling_essm import ESSMConfig
 from modeling_essm.budgets.curve import BudgetCurve
 from modeling_essm.loading_essm import channel_blocks, layer_of
@@ -193,7 +193,9 @@ def _parameters(folder: Path, config: dict[str, Any], budget: int) -> int:
     """Saved parameters that a call at that budget reads; 0 without weights."""
     made, total = ESSMConfig.from_dict(config), 0
     blocks, spectral = channel_blocks(made), spectral_layers(made)
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in (folder / name for name in sorted(weight_files(folder)) if name.endswith(".safetensors")):
+        if not path.is_file():
+            return 0
         with safe_open(path, "np") as file:
             for name in file.keys():  # noqa: SIM118
                 shape, (layer, inside) = file.get_slice(name).get_shape(), layer_of(name)
