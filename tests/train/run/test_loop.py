@@ -218,11 +218,10 @@ def test_every_kind_of_block_has_graphs_of_its_own(arguments, tmp_path, monkeypa
     """A rate of its own in every block is compiled in, so that a limit for one kind of block would be met."""
     compile_model = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: compile_model(self, backend="eager", **options))
-    for name, value in {"fail_on_recompile_limit_hit": True, "recompile_limit": 8}.items():
-        monkeypatch.setattr(torch._dynamo.config, name, value)
     torch._dynamo.reset()
     ramp = {"stochastic_depth": 0.2, "stochastic_depth_ramp": True, "num_hidden_layers": 4, "num_spectral_channels": 2}
-    train([*arguments(tmp_path, max_steps=4, **ramp), "--torch_compile"])
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
+        train([*arguments(tmp_path, max_steps=4, **ramp), "--torch_compile"])
 
 
 def test_the_best_model_is_the_earlier_of_equals(arguments, validations, tmp_path):
