@@ -156,7 +156,7 @@ def read_packing(
         offsets = value.tolist()
         ascending = all(a < b for a, b in itertools.pairwise(offsets)) and not value.is_floating_point()
         if B != 1 or value.ndim != 1 or len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != L or not ascending:
-            raise ValueError(f"{name} must be integers from 0 up to {L}, of one row, got {offsets} for {B} rows")
+            raise ValueError(f"{name} must be ascending integers from 0 to {L}, of one row, got {offsets} for {B} rows")
         starts = torch.zeros(1, L, dtype=torch.bool, device=value.device)
         starts[0, offsets[1:-1]] = True
         found[name] = _moved(starts, closed)

@@ -163,13 +163,13 @@ def test_a_default_device_is_not_that_of_places():
     assert expected.shape == (1, 8, 259)
 
 
-OFFSETS = r"cu_seqlens must be integers from 0 up to 8, of one row, got"
+OFFSETS = r"cu_seqlens must be ascending integers from 0 to 8, of one row, got"
 BAD = {
     "short": ({"cu_seqlens": torch.tensor([0, 4]), "input_ids": random_ids(1, 8)}, OFFSETS),
     "standing": ({"cu_seqlens": torch.tensor([0, 4, 4, 8]), "input_ids": random_ids(1, 8)}, OFFSETS),
     "fractions": ({"cu_seqlens": torch.tensor([0, 4.7, 8]), "input_ids": random_ids(1, 8)}, OFFSETS),
     "shape": ({"position_ids": torch.zeros(2, 5)}, r"position_ids must have shape \(2, 8\), got \(2, 5\)"),
-    "rows": ({"cu_seqlens": torch.tensor([0, 8])}, r"from 0 up to 8, of one row, got \[0, 8\] for 2"),
+    "rows": ({"cu_seqlens": torch.tensor([0, 8])}, r"from 0 to 8, of one row, got \[0, 8\] for 2"),
     "mask": (
         {"position_ids": torch.arange(8).repeat(2, 1), "attention_mask": torch.ones(2, 5, dtype=torch.long)},
         r"attention_mask must have shape \(2, 8\), .* got \(2, 5\)",
