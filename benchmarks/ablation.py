@@ -108,7 +108,8 @@ ROWS: dict[str, Row] = {
     "s4d": Row(3, peer="s4d", hidden_size=152, rates=_PEER_RATES),
 }
 ROWS |= {
-    f"{name}, muon": dataclasses.replace(ROWS[name], optimizer="muon") for name in ("paper", "llama", "mamba2", "s4d")
+    f"{name}, muon": dataclasses.replace(ROWS[name], optimizer="muon")
+    for name in ("paper", "llama", "mamba2", "mamba2, nested", "s4d")
 }
 # Of as many parameters, so of 6 blocks of 136, and of 4 blocks with 2.8 and 3.7 times the width inside.
 ROWS |= {
