@@ -15,14 +15,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from training_run import NUM_BLOCKS, final_state, model_weights, read_log, same, train
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from essm_train.arguments import RunArguments
+from essm_train.baselines.config import BaselineConfig
+from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.files import delete
 from essm_train.measure.scoring import Metric
 from essm_train.run import accelerator as run_accelerator
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.loop import Progress, eval_budgets
-from essm_train.run.steps import adamw, make_optimizer, parameter_groups
+from essm_train.run.steps import Muon, adamw, make_optimizer, parameter_groups
 from essm_train.run.weights import WeightAverage
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
 
@@ -94,6 +97,25 @@ def test_muon_moves_the_matrices_of_the_body_channel_by_channel_and_adamw_all_el
             torch.testing.assert_close(p.double(), exact[name], atol=rounding, rtol=2 * torch.finfo().eps)
         else:
             assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize(("architecture", "shares"), [("mamba2", 1), ("matmamba", 2)])
+def test_muon_moves_the_parts_of_mamba2_one_by_one(architecture, shares):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 64, "state_size": 5}
+    capacity = {"num_spectral_channels": shares} if shares > 1 else {}
+    model = BaselineForCausalLM(BaselineConfig(architecture=architecture, **sizes, **capacity))
+    (mixer,) = (module for module in model.modules() if isinstance(module, Mamba2Mixer))
+    units = [64 // shares] * shares
+    parts = {mixer.in_proj.weight: ([*units, *units, 5, 5, mixer.num_heads], 0), mixer.out_proj.weight: (units, 1)}
+    before = {p: p.detach().clone() for p in parts}
+    for p in parts:
+        p.grad = torch.randn_like(p)
+    Muon(model, 0.01, weight_decay=0.0).step()
+    for p, (apart, dim) in parts.items():
+        moves = torch.cat([muon_step(part) for part in p.grad.double().split(apart, dim)], dim)
+        rounding = 3.45**5 * torch.finfo().eps * 0.01 * 0.2 * max(p.shape) ** 0.5  # as above
+        torch.testing.assert_close((p - before[p]).double(), -0.01 * moves, atol=rounding, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

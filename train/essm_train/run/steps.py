@@ -7,6 +7,7 @@ validation around it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from transformers import PreTrainedModel, get_scheduler
+from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from modeling_essm.loading_essm import channel_parameters
 
@@ -49,8 +51,8 @@ class Muon(torch.optim.Optimizer):
 
     A matrix (m, n) moves by lr * 0.2 sqrt(max(m, n)) times its orthogonalized Nesterov momentum: by the RMS of AdamW's
     steps (Liu et al. 2025, arXiv 2502.16982). So what an update did not train moves on as fast, along its old momentum.
-    Each channel's slice of an ES-SSM's weight is a matrix of its own: in a whole one the gradients of later channels
-    change the direction in which the first ones move.
+    What `slices` tells apart are matrices of their own: in a whole one the gradients of later channels change the
+    direction in which the first ones move.
     """
 
     def __init__(
@@ -66,20 +68,18 @@ class Muon(torch.optim.Optimizer):
         linear = {id(m.weight) for m in model.base_model.modules() if isinstance(m, nn.Linear)}
         matrices = [p for p in decayed["params"] if id(p) in linear]
         decayed["params"] = [p for p in decayed["params"] if id(p) not in linear]
-        divided = channel_parameters(model) if hasattr(model.config, "capacities") else ()
-        blocks = {id(p): block for _, block, _, _, p in divided}
-        groups: dict[tuple[int, int], dict[str, Any]] = {}
+        apart = slices(model)
+        groups: dict[Any, dict[str, Any]] = {}
         for p in matrices:
-            block = blocks.get(id(p), p.shape[:1])
-            parts = len(block) - 1, p.shape[len(block) - 1] // block[-1]  # along which dimension, and how many
-            group = {"params": [], "weight_decay": weight_decay, "momentum": 0.95, "parts": parts}
-            groups.setdefault(parts, group)["params"].append(p)
+            of_its_own = apart.get(id(p), (0, ()))
+            group = {"params": [], "weight_decay": weight_decay, "momentum": 0.95, "slices": of_its_own}
+            groups.setdefault(of_its_own, group)["params"].append(p)
         super().__init__([*groups.values(), *self._rest.param_groups], {"lr": learning_rate})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups[:-2]:  # other objects after load_state_dict, as the state is
-            beta, (dim, count) = group["momentum"], group["parts"]
+            beta, (dim, sizes) = group["momentum"], group["slices"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
@@ -87,13 +87,33 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(p)
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(p.grad, 1 - beta)
-                direction = whole(p.grad.lerp(momentum, beta)).unflatten(dim, (count, -1)).movedim(dim, 0)
-                scale = 0.2 * math.sqrt(max(direction.shape[1:]))
-                direction = orthogonalized(direction).movedim(0, dim).flatten(dim, dim + 1)
+                pieces = whole(p.grad.lerp(momentum, beta)).split(sizes or p.shape[dim], dim)
+                moves: list[Tensor] = []
+                for shape, alike in itertools.groupby(pieces, lambda piece: piece.shape):
+                    moves += (orthogonalized(torch.stack([*alike])) * (0.2 * math.sqrt(max(shape)))).unbind()
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(direction * (group["lr"] * scale))  # a graph on CUDA has no number for add_'s alpha
+                p.sub_(torch.cat(moves, dim) * group["lr"])  # a graph on CUDA has no number for add_'s alpha
         self._rest.state, self._rest.param_groups = self.state, self.param_groups[-2:]
         self._rest.step()
+
+
+def slices(model: PreTrainedModel) -> dict[int, tuple[int, tuple[int, ...]]]:
+    """Weights that hold several matrices, by id: the dimension along which these lie, and their sizes there.
+
+    The channels of an ES-SSM; z, x, B, C and dt of Mamba-2, if it is nested with a matrix for each share of its heads.
+    """
+    found = {}
+    if hasattr(model.config, "capacities"):
+        for _, block, _, _, p in channel_parameters(model):
+            dim = len(block) - 1
+            found[id(p)] = dim, (block[dim],) * (p.shape[dim] // block[dim])
+    for mixer in model.modules():
+        if isinstance(mixer, Mamba2Mixer):
+            shares = getattr(mixer, "capacity", 1)
+            units, state = (mixer.intermediate_size // shares,) * shares, mixer.n_groups * mixer.ssm_state_size
+            found[id(mixer.in_proj.weight)] = 0, (*units, *units, state, state, mixer.num_heads)
+            found[id(mixer.out_proj.weight)] = 1, units
+    return found
 
 
 def whole(tensor: Tensor) -> Tensor:
