@@ -70,7 +70,7 @@ def test_train_with_trainer(tmp_path):
     assert [figure[2] for figure in figures] == ["1:", "2:", "3:", "4:", "6:", "8:"]
     assert all(float(figure[3]) < 2 for figure in figures)  # 8 letters, equally frequent, take 3 bits
     state = torch.load(tmp_path / "run" / "checkpoint-40" / "optimizer.pt")  # save_steps is 100, and the last has one
-    assert any("parts" in group for group in state["param_groups"])
+    assert any("slices" in group for group in state["param_groups"])
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", trust_remote_code=False)
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").vocab_size == 259
     again = run_script(ROOT / "examples" / "train_with_trainer.py", *places, *options.split())
