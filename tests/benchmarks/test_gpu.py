@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import re
+import subprocess
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -55,12 +56,21 @@ def test_a_part_that_fails_costs_the_others_nothing(run):
 
 
 def test_a_part_that_takes_too_long_is_stopped_and_what_it_wrote_is_kept(run, monkeypatch):
-    monkeypatch.setattr(gpu_all, "LEAST_SECONDS", 1)
-    waits = WRITES + "time.sleep(600)"
-    results = run({"long": (waits, 0.7), "longer": (waits, 60), "last": ("", 60)}, "--seconds", "2")
-    assert results["long"]["status"].startswith("stopped after") and results["long"]["report"] == {"rows": [1]}
-    assert results["longer"]["status"].startswith("stopped after")
-    assert results["last"]["status"].startswith("not begun: 0 s")
+    """On a clock of its own, on which every part goes on until its time is over."""
+    now, limits, run_to_its_end = [0.0], [], subprocess.run
+
+    def until_stopped(command, timeout, **options):
+        run_to_its_end(command, check=True, **options)
+        limits.append(timeout)
+        now[0] += timeout
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(gpu_all.subprocess, "run", until_stopped)
+    monkeypatch.setattr(gpu_all.time, "monotonic", lambda: now[0])
+    results = run({"long": (WRITES, 50), "longer": (WRITES, 600), "last": ("", 600)}, "--seconds", "200")
+    assert limits == [50, 150] and results["last"]["status"] == "not begun: 0 s were left"
+    for name in ("long", "longer"):
+        assert results[name]["status"].startswith("stopped after") and results[name]["report"] == {"rows": [1]}
 
 
 def test_every_part_is_a_command_that_exists(capsys):

@@ -176,7 +176,6 @@ def test_what_needs_a_constant_size_is_refused():
         (lambda: compile_decoding(model), r"hybrid is not compiled ahead.*decodes eagerly"),
         (lambda: export_programs(model), "hybrid language model cannot be exported"),
         (lambda: ContinuousBatch(model, 1 << 24), "has attention layers, whose keys grow"),
-        (lambda: model(ids).past_key_values.crop(-1), "cannot be cropped"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

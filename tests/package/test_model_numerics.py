@@ -39,6 +39,23 @@ def test_logits_to_keep_hidden_states_and_tuples():
     assert torch.equal(full.hidden_states[0], model.model.embed_tokens(ids))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{}, HYBRID, HYBRID | VARIANTS["elastic"]], ids=["paper", "hybrid", "elastic"])
+def test_layers_are_pre_norm_residual_blocks(fields):
+    """x + mixer(norm(x)), then x + ffn(norm(x)), each read from what the layer before left."""
+    model, read = random_model(**fields), {}
+    for module in model.model.layers.modules():
+        module.register_forward_hook(lambda module, args, y: read.update({module: (args[0], y)}))
+    states = model(random_ids(2, 20), output_hidden_states=True, use_cache=False).hidden_states
+    for layer, x in zip(model.model.layers, states):
+        branches = [(layer.input_norm, layer.mixer if hasattr(layer, "mixer") else layer.self_attn)]
+        for norm, branch in [*branches, (layer.ffn_norm, layer.ffn)]:
+            assert_close(read[norm][0], x, atol=0)
+            assert_close(read[branch][0], norm(x), atol=1e-6)
+            x = x + read[branch][1]
+        assert_close(read[layer][1], x, atol=1e-6)
+
+
 POOLS = {"mean": lambda h: h.mean(1), "last": lambda h: h[:, -1]}
 
 
@@ -170,9 +187,16 @@ def test_gradient_checkpointing_refuses_a_cache():
     model.eval()(ids, use_cache=True)  # and so is inference
 
 
+DROPOUTS = [(VARIANTS[b], f"{name}dropout") for b in ("paper", "elastic") for name in ("", "embedding_", "activation_")]
+DROPOUTS += [
+    (VARIANTS["paper"], "stochastic_depth"),
+    (VARIANTS["elastic"], "stochastic_depth"),
+    (HYBRID, "attention_dropout"),
+]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["dropout", "embedding_dropout", "activation_dropout", "stochastic_depth"])
-@pytest.mark.parametrize("block", [VARIANTS["paper"], VARIANTS["elastic"]], ids=["paper", "elastic"])
+@pytest.mark.parametrize(("block", "name"), DROPOUTS)
 def test_dropout_and_stochastic_depth_act_in_training_only(name, block):
     model, ids = random_model(**block, **{name: 0.5}), random_ids(2, 20)
     assert torch.equal(model(ids).logits, random_model(**block)(ids).logits)
@@ -191,6 +215,12 @@ def test_dropout_is_where_its_name_says(block):
     for layer in model.model.layers:
         layer.ffn.down.weight.zero_()
     assert_close(dropped, model.eval()(ids).logits)
+
+
+def test_stochastic_depth_leaves_out_samples_and_raises_the_others():
+    layer = random_model(stochastic_depth=0.75).train().model.layers[0]
+    added = layer.add(torch.zeros(64, 3, 2), torch.ones(64, 3, 2))
+    assert added.unique().tolist() == [0, 4] and (added == added[:, :1, :1]).all()
 
 
 def test_stochastic_depth_may_rise_over_the_blocks():

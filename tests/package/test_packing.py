@@ -4,7 +4,7 @@
 import pytest
 import torch
 from datasets import Dataset
-from helpers import HYBRID, assert_close, random_ids, random_model, trainer_arguments, variants
+from helpers import assert_close, random_ids, random_model, trainer_arguments, variants
 from transformers import DataCollatorWithFlattening, Trainer, default_data_collator
 
 from modeling_essm import ESSMCache, ESSMForSequenceClassification
@@ -154,13 +154,9 @@ def test_a_trainer_keeps_what_tells_of_packing(how, tmp_path):
 
 
 def test_a_default_device_is_not_that_of_places():
-    model, ids = random_model(**HYBRID), random_ids(1, 8)
-    with torch.no_grad():
-        expected = model(ids, **described("seq_idx", [3, 5])).logits
-        with torch.device("meta"):
-            places = Packing(torch.zeros(1, 8, dtype=torch.bool, device="cpu"))
-            assert places.sequences(1, 8).device == places.positions(1, 8).device == torch.device("cpu")
-    assert expected.shape == (1, 8, 259)
+    with torch.device("meta"):
+        places = Packing(torch.zeros(1, 8, dtype=torch.bool, device="cpu"))
+        assert places.sequences(1, 8).device == places.positions(1, 8).device == torch.device("cpu")
 
 
 OFFSETS = r"cu_seqlens must be ascending integers from 0 to 8, of one row, got"

@@ -14,7 +14,7 @@ from helpers import random_ids, random_model
 from modeling_essm import ESSMCache
 from modeling_essm.memory_essm import delta_rule
 from modeling_essm.mixer_essm import LayerCall, short_convolution
-from modeling_essm.reference import elastic_mixer, spectral_mixer
+from modeling_essm.reference import elastic_mixer, mix_channels, spectral_features, spectral_mixer
 from modeling_essm.spectral_basis import spectral_basis
 
 # In fp64 these differ by rounding, and the recurrence by the 4e-6 to which its states reproduce the filters.
@@ -34,6 +34,16 @@ def test_the_mixer_of_a_model_is_eq_7_and_8(algorithm):
         expected = spectral_mixer(u, gate, mixer.channel_mixing, mixer.skip.weight, 512, K)
         error = (y - expected).norm() / expected.norm()
         assert error < TOLERANCE[algorithm], (K, float(error))
+
+
+@torch.no_grad()
+def test_without_a_gate_it_is_eq_6():
+    mixer, basis = random_model(gating="none").double().model.layers[0].mixer, spectral_basis(512)
+    u = torch.randn(2, 21, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for K in (1, 5, 32):
+        phi, weights = torch.tensor(basis.filters(K)[:21]), torch.tensor(basis.sigma[:K]) ** 0.25
+        spectral = mix_channels(spectral_features(u, phi), weights.expand(2, 21, K), mixer.channel_mixing)
+        torch.testing.assert_close(mixer(u, LayerCall(K)), u @ mixer.skip.weight.T + spectral, rtol=1e-5, atol=1e-5)
 
 
 def elastic_layer(layer, x, config, K):
@@ -58,7 +68,10 @@ SHAPES = {  # odd sizes; chunks of filters have 8 steps, those of the memory 64
     "feed-forward-13": (13, {"head_size": 5, "conv_kernel_size": 4} | FEED_FORWARD),
     "memory-1": (1, {"head_size": 5, "conv_kernel_size": 2} | MEMORY),
     "memory-69": (69, {"head_size": 3, "conv_kernel_size": 1} | MEMORY),
-    "all-9": (9, {"head_size": 7, "conv_kernel_size": 3, "hidden_act": "silu"} | MEMORY | FEED_FORWARD),
+    "all-9": (
+        9,
+        {"head_size": 7, "conv_kernel_size": 3, "hidden_act": "silu", "gating": "softmax"} | MEMORY | FEED_FORWARD,
+    ),
 }
 
 

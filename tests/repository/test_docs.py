@@ -22,7 +22,9 @@ from modeling_essm import build_byte_tokenizer
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPT = re.compile(r"\b(?:train|examples|docs)/[\w/]+\.(?:py|sh)\b")
 CONSOLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-COMMAND = re.compile(rf"(?:-m )(essm_train\.\w+)|(?<![\w/-])({'|'.join(sorted(CONSOLE, reverse=True))})(?![\w-])")
+COMMAND = re.compile(
+    rf"(?:-m )((?:essm_train|benchmarks)\.\w+)|(?<![\w/-])({'|'.join(sorted(CONSOLE, reverse=True))})(?![\w-])"
+)
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -31,18 +33,18 @@ def blocks(page: Path, language: str) -> list[str]:
 
 def commands(page: Path) -> list[str]:
     """Lines of bash blocks, and what stands in single backquotes and calls a script."""
-    lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
     return lines + [
         code for code in re.findall(r"`([^`\n]+)`", page.read_text()) if SCRIPT.search(code) or COMMAND.search(code)
     ]
 
 
 @functools.cache
-def flags_of(module: str) -> frozenset[str]:
-    """What a command lists in its help."""
+def flags_of(module: str, *task: str) -> frozenset[str]:
+    """What a command lists in its help, or in that of a task."""
     shown = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [module, "--help"])
+        patch.setattr(sys, "argv", [module, *task, "--help"])
         with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as stop:
             runpy.run_module(module, run_name="__main__")
     assert not stop.value.code, stop.value
@@ -88,7 +90,7 @@ def calibrated():
 
 def test_commands_name_scripts_and_flags_that_exist():
     seen = 0
-    for page in PAGES:
+    for page in [*PAGES, *(ROOT / "benchmarks/results").glob("*.md")]:
         for command in commands(page):
             if script := SCRIPT.search(command):
                 assert (ROOT / script.group()).is_file(), (page, command)
@@ -96,8 +98,10 @@ def test_commands_name_scripts_and_flags_that_exist():
                 assert (ROOT / path).is_file(), (page, command)
             if name := COMMAND.search(command):
                 seen += 1
-                flags = flags_of(name[1] or CONSOLE[name[2]].partition(":")[0])
+                module = name[1] or CONSOLE[name[2]].partition(":")[0]
                 after = shlex.split(command[name.end() :].replace("`", ""))
+                has_tasks = module in ("essm_train.make_task_data", "essm_train.prepare_audio") and after
+                flags = flags_of(module, *after[:1] if has_tasks else ())
                 given = {word.split("=")[0] for word in after if word.startswith("--")}
                 assert given <= flags, (page, command, given - flags)
     assert seen > 20

@@ -1,6 +1,9 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """essm_train/console.py: errors that a user can mend are one line, others keep their traceback."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +12,14 @@ from torch.distributed import DistBackendError
 
 from essm_train import console
 from essm_train.console import Failed, run_script
+
+
+@pytest.mark.parametrize(("given", "found"), [({}, "10000"), ({"GOMP_SPINCOUNT": "5"}, "5")])
+def test_waiting_threads_sleep_unless_the_user_says_otherwise(given, found):
+    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"} | given
+    code = "import os, essm_train.console; print(os.environ['GOMP_SPINCOUNT'])"
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.stdout.strip() == found, run.stderr
 
 
 def fail(error: BaseException):

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from elastic_states import random_inputs, random_model
 from helpers import filled
 from helpers import random_model as spectral_model
@@ -39,6 +40,15 @@ def ragged(s4d):
 
 
 both = pytest.mark.parametrize("kind", ["s5", "s4d"])  # whose states are scanned for all channels, and for each
+
+
+@torch.no_grad()
+def test_a_layer_adds_a_gated_branch():
+    """x + GLU(W GELU(mixer(norm(x))))."""
+    layer, x = diagonal_model("s5").model.layers[0], torch.randn(2, 9, 8, generator=torch.Generator().manual_seed(0))
+    a, b = layer.mix(F.gelu(layer.mixer(layer.norm(x))[0])).chunk(2, dim=-1)
+    assert_close(layer(x, None, None)[0], x + a * b.sigmoid(), atol=1e-6)
+
 
 # --- Padding and inputs
 

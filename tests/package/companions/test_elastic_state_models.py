@@ -84,12 +84,8 @@ def test_a_stream_step_by_step_and_in_chunks(mode, history_length):
     assert whole.gradient_calls == sum(step.gradient_calls for step in steps) > 0
     assert_same(whole, {name: torch.cat([step[name] for step in steps], 1) for name in FIELDS})
     assert_same(whole, {name: torch.cat([first[name], second[name]], 1) for name in FIELDS})
-    with pytest.raises(ValueError, match="cannot be cropped"):
-        cache.crop(3)
     with pytest.raises(ValueError, match="input_features must be given, got None"):
         model(None)
-    cache.reset()
-    assert cache.get_seq_length() == 0
 
 
 class Longest(nn.Module):
@@ -257,18 +253,14 @@ def test_bad_calls():
         ({"observations": torch.zeros(2, 2, 5)}, r"observations must be tensors \(2, 3, \.\.\), as input_features"),
         ({"observations": torch.zeros(2, 3)}, r"must have readout_size=5 numbers, in the shape \(2, 5\) .* got \(2,\)"),
         ({"observations": {"a": None}}, "observations must be tensors .* got None"),
-        ({"past_key_values": []}, "past_key_values must be a StateCache, got list"),
     ]:
         model = random_model(dtype=torch.float32)
         with pytest.raises(ValueError, match=message):
             model(**({"input_features": torch.zeros(2, 3, 5)} | kwargs))
 
 
-def test_a_bad_objective_and_a_cache_of_other_rows():
+def test_a_bad_objective():
     model, x = random_model(), random_inputs(2, 1, 5)
-    cache = run(model, x, use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="past_key_values holds 2 rows, but the input has 3"):
-        model(random_inputs(3, 1, 5), past_key_values=cache)
     model.set_objective(lambda y, observation, history: y.sum())
     with pytest.raises(ValueError, match=r"an objective must give \(2,\) numbers, got shape \(\)"):
         model(x)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_close, randomise
 from transformers import DynamicCache, Mamba2Config
 from transformers.models.mamba.modeling_mamba import MambaMixer
@@ -48,6 +49,8 @@ def test_s4d_is_its_recurrence(length):
         x = held[..., 0, 0] * x + held[..., 0, 1] * u[:, t, :, None]
         outputs.append(2 * (C * x).sum(-1).real + model.D * u[:, t])
     assert_close(model.convolve(u), torch.stack(outputs, 1), atol=1e-11)
+    a, b = model.mix(F.gelu(model.convolve(u))).chunk(2, dim=-1)
+    assert_close(model(u), a * b.sigmoid(), atol=1e-11)
 
 
 @pytest.mark.parametrize("N", [2, 64])

@@ -16,11 +16,13 @@ import torch
 import yaml
 from helpers import random_model
 
+from essm_train import evaluate
 from essm_train.baselines.config import BaselineConfig
 from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import load_classification
 from essm_train.data.tokens import ByteEncoder
+from essm_train.evaluate import EvaluateArguments
 from essm_train.measure import evaluation, pruning
 from essm_train.measure.evaluation import Evaluation, evaluate_models, load_for, open_task, open_text
 from essm_train.measure.scoring import ACCURACY, BITS_PER_BYTE, HeldOut, hold_out_samples
@@ -191,6 +193,12 @@ def test_a_task_is_opened_by_its_name(tmp_path):
     (tmp_path / "english_novels-train.parquet").write_text("is not read")
     novels = open_task("novels", data, "small", model)
     assert novels.metric == BITS_PER_BYTE and novels.length == 256 == novels.inputs["input_ids"].shape[1]
+    random_model().save_pretrained(tmp_path / "saved")
+    whole = EvaluateArguments([f"{tmp_path}/saved"], "novels", data, "small", budgets=[2], output_dir=f"{tmp_path}/out")
+    evaluate.main(whole)
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert (found["task"], found["budgets"]) == ("novels", [2, 32])
+    assert "| 2 | " in (tmp_path / "out" / "evaluation.md").read_text() and (tmp_path / "out/evaluation.png").exists()
     with pytest.raises(FileNotFoundError, match="no data for task 'pg19'"):
         open_task("pg19", data, "small", model)
     with pytest.raises(ValueError, match="got 'pairs'"):

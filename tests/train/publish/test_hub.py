@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Publishing: what goes up, in which one commit, what stays at home, and what is refused before anything is sent."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -236,7 +237,8 @@ def test_a_card_is_written_anew_until_its_user_edits_it(api, run, capsys, tmp_pa
         write_card_and_push(ending)
     api.create_commit.reset_mock(side_effect=True)
     record.write_text('{"updates": 1}')
-    write_card_and_push(ending)
+    write_card_and_push(dataclasses.replace(ending, hub_private_repo=True))
+    assert api.create_repo.call_args.kwargs["private"] is True
     on_the_hub(api, tmp_path / "there")
     record.write_text('{"updates": 2}')
     push(run)

@@ -68,11 +68,17 @@ def test_fsdp2_leaves_a_model_that_loads(runs):
 @pytest.mark.slow
 def test_three_ranks_share_eight_channels(tmp_path, equal):
     """A shard of FSDP2 is no whole number of them, which Muon moves one by one."""
-    order = command_line(
-        tmp_path / "run", **equal | {"max_steps": 2, "warmup_steps": 1, "per_device_train_batch_size": 1}
-    )
-    codes, log = train_apart(order, tmp_path, ranks=3, environment=FSDP2)
-    assert codes == [0, 0, 0], log
+    weights = []
+    for ranks, batch, environment in ((3, 1, FSDP2), (1, 3, {})):
+        (folder := tmp_path / str(ranks)).mkdir()
+        order = command_line(
+            folder / "run", **equal | {"max_steps": 2, "warmup_steps": 1}, per_device_train_batch_size=batch
+        )
+        codes, log = train_apart(order, folder, ranks=ranks, environment=environment)
+        assert codes == [0] * ranks, log
+        weights.append(model_weights(folder / "run" / "model"))
+    for name, theirs in weights[1].items():
+        torch.testing.assert_close(weights[0][name], theirs, atol=SUMMATION, rtol=0.0)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from essm_train.baselines.models import BaselineForCausalLM
 from essm_train.files import delete
 from essm_train.measure.scoring import Metric
 from essm_train.run import accelerator as run_accelerator
+from essm_train.run import loop
 from essm_train.run.checkpoints import list_checkpoints
 from essm_train.run.loop import Progress, eval_budgets
 from essm_train.run.steps import Muon, adamw, make_optimizer, parameter_groups
@@ -133,6 +134,20 @@ def test_accumulated_gradients_equal_one_large_batch(schedule, arguments, tmp_pa
     for a, b in zip(read_log(tmp_path / "large"), read_log(tmp_path / "accumulated"), strict=True):
         names = ("loss", "bits/byte", "budget", "gradient_norm")
         assert [a[name] for name in names] == pytest.approx([b[name] for name in names], rel=1e-4)
+
+
+def test_an_update_trains_the_budgets_and_weighs_the_logits_as_the_arguments_say(arguments, tmp_path, monkeypatch):
+    given, losses = [], loop.budget_losses
+
+    def spy(forward, parts, **options):
+        given.append((len(parts), options["distillation_weight"]))
+        return losses(forward, parts, **options)
+
+    monkeypatch.setattr(loop, "budget_losses", spy)
+    sandwich = {"budget_schedule": "sandwich", "sandwich_random": 1, "distillation_weight": 0.25}
+    for name, changes in (("sandwich", sandwich), ("family", {"budget_schedule": "family"})):
+        train(arguments(tmp_path / name, max_steps=1, **changes))
+    assert given[0] == (3, 0.25) and given[1][1] == 0.5
 
 
 def test_gradients_are_clipped(arguments, tmp_path):
@@ -303,15 +318,16 @@ def test_a_validation_that_is_not_finite_does_not_end_the_run(arguments, tmp_pat
 
 def test_early_stopping_holds_over_a_restart(arguments, validations, tmp_path, capsys):
     stop = {"eval_steps": 1, "early_stopping_patience": 2, "save_steps": 3, "save_total_limit": 9}
-    validations([3.0, 2.0, 2.5, 2.1, 1.0])
+    stop["early_stopping_threshold"] = 0.2  # 1.9 is not a new best
+    validations([3.0, 2.0, 2.5, 1.9, 1.0])
     train(arguments(tmp_path, **stop))
-    assert "stopped early: no new best in 2 validations" in capsys.readouterr().out
+    assert "stopped early: no new best by more than 0.2 in 2 validations" in capsys.readouterr().out
     assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-00000003", "checkpoint-00000004"]
     validations([])
     train(arguments(tmp_path, **stop))
     assert "finished already" in capsys.readouterr().out
     delete(tmp_path / "checkpoint-00000004")
-    validations([2.1])  # of update 4: the count goes on
+    validations([1.9])  # of update 4: the count goes on
     train(arguments(tmp_path, **stop))
     assert "stopped early" in capsys.readouterr().out and len(read_log(tmp_path)) == 4
 

@@ -233,6 +233,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(name, damage, said,
     assert re.search(rf"checkpoint-00000008 is damaged: {said}.*goes on from .*checkpoint-00000006", out), out
     assert same(tmp_path, finished)
     assert (tmp_path / "damaged-checkpoint-00000008").is_dir()
+    for checkpoint in list_checkpoints(tmp_path):
+        damage(checkpoint / name)
+    with pytest.raises(ValueError, match=f"no checkpoint can be resumed from, .*{said}.*{said}"):
+        train(arguments(tmp_path))
 
 
 def test_random_states_that_cannot_be_put_back_are_refused(arguments, finished, tmp_path):

@@ -7,9 +7,14 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from training_run import TINY_CLASSIFIER, options, read
 from transformers import AutoTokenizer
 
 from essm_train import make_pairs
+from essm_train.arguments import parse_arguments
+from essm_train.data.arguments import RetrievalArguments
+from essm_train.pairs import ESSMForPairClassification
+from essm_train.run.classifier import train_pair_classifier
 from essm_train.tasks.retrieval import PairFile, collate, load_retrieval
 from essm_train.tasks.shards import SPLITS
 
@@ -43,6 +48,19 @@ def test_files_that_cannot_be(tmp_path):
         path.write_text(f"1.0\ta\tb\tc\td\n{line}\n1.0\ta\tb\tc\td\n")
         with pytest.raises(ValueError, match=message):
             PairFile(path, 10)
+
+
+def test_a_run_leaves_a_model_of_pairs(tmp_path):
+    path = tmp_path / "pairs.tsv"
+    path.write_text(
+        "".join(f"{i % 2}.0\t{i}\t{i}\tfirst {i}\t{'first' if i % 2 else 'other'} {i}\n" for i in range(20))
+    )
+    values = TINY_CLASSIFIER | {"train_file": path, "test_file": path, "output_dir": tmp_path / "run", "max_steps": 2}
+    train_pair_classifier(parse_arguments(RetrievalArguments, options(RetrievalArguments, values)))
+    sweep, batch = read(tmp_path / "run" / "budget_sweep.json"), collate([PairFile(path, 40)[0]])
+    assert sweep["samples"] == 20 and sweep["metric"]["name"] == "accuracy"
+    model = ESSMForPairClassification.from_pretrained(tmp_path / "run" / "model")
+    assert model(batch["input_ids"], batch["attention_mask"], spectral_budget=2).logits.shape == (1, 2)
 
 
 def test_a_tenth_is_held_out_where_nothing_is_given(tmp_path):
