@@ -5,9 +5,10 @@
     python -m benchmarks.ablation_speed --parameters 800000 --only elastic mamba2
 
 The speeds in the ablation's table are of runs made at different times; these are of paired rounds in one process. An
-update is forward, backward and AdamW on 4 random blocks of 512 bytes, in fp32 on one CPU thread, at the budgets of its
-row's schedule. In a round a model makes five updates, or where they have one budget each, one at every budget. Mamba-2
-computes by chunks (`essm_train.baselines.mamba`); "mamba2, library" is the same model by the library's own torch path.
+update is forward, backward and a step of its row's optimizer on 4 random blocks of 512 bytes, in fp32 on one CPU
+thread, at the budgets of its row's schedule. In a round a model makes five updates, or where they have one budget each,
+one at every budget. Mamba-2 computes by chunks (`essm_train.baselines.mamba`); "mamba2, library" is the same model by
+the library's own torch path.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from essm_train.arguments import RunArguments
 from essm_train.models import run_part
 from essm_train.run.loop import make_schedule
-from essm_train.run.steps import adamw, update
+from essm_train.run.steps import make_optimizer, update
 from modeling_essm.training.budget_dropout import Part, budget_losses
 
 from . import common, sweeps
@@ -37,7 +38,7 @@ UPDATES = 5  # in a round
 def updates(model: Any, row: Row, block: int) -> tuple[Callable[[], None], int]:
     """A call that makes the updates of a round, and their tokens."""
     args = RunArguments(**sweeps.training_arguments(row, UPDATES, 1e-3, 0))
-    schedule, optimizer = make_schedule(args, model), adamw(model.train(), args.learning_rate)
+    schedule, optimizer = make_schedule(args, model), make_optimizer(model.train(), args)
     ids = torch.randint(256, (BATCH, block), device=model.device)
     run = functools.partial(run_part, model, {"input_ids": ids, "labels": ids})
     if len(schedule.budgets) > 1 and len(schedule(UPDATES)) == 1:

@@ -158,6 +158,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)), flush=True)
 
 
+def check_output(args: argparse.Namespace) -> None:
+    """Raises ValueError, or OSError, where --out cannot be written."""
+    if args.out:
+        check_writable(args.out.parent)
+        if args.out.is_dir():
+            raise ValueError(f"--out must be a file, got the folder {args.out}")
+
+
 def start(
     name: str, args: argparse.Namespace, model: ESSMConfig | None = None, **settings: Any
 ) -> tuple[torch.device, dict[str, Any]]:
@@ -172,10 +180,7 @@ def start(
         shape |= {"capacity": model.num_spectral_channels, "filter_length": model.filter_length}
         config = "paper" if args.config is None else args.config.name
         settings = {"config": config, "block": model.block, **shape} | settings
-    if args.out:
-        check_writable(args.out.parent)
-        if args.out.is_dir():
-            raise ValueError(f"--out must be a file, got the folder {args.out}")
+    check_output(args)
     report: dict[str, Any] = {
         "benchmark": name,
         "machine": machine(device),

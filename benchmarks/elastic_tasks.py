@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,9 @@ class Repair:
         self.train = [chain for i, chain in enumerate(known) if i % SET_ASIDE]
         self.validation = chains.collate(chains.fixed_windows(known[::SET_ASIDE])[:test_count])
         self.test = chains.collate(chains.fixed_windows(held_out)[:test_count])
-        self.identity = {"train_chains": len(self.train), "test_windows": len(self.test["loop"]), "closed_loop": True}
-        self.identity["validation_windows"] = len(self.validation["loop"])
+        self.identity: dict[str, Any] = {"train_chains": len(self.train), "test_windows": len(self.test["loop"])}
+        self.identity |= {"validation_windows": len(self.validation["loop"]), "closed_loop": True}
+        self.identity["sha256"] = hashlib.sha256(b"".join(map(np.ndarray.tobytes, known + held_out))).hexdigest()
 
     def objective(self) -> Any:
         return chains.RepairEnergy()

@@ -77,6 +77,13 @@ def _distinct(rng: np.random.Generator, weights: np.ndarray, count: int, size: i
     return np.argsort(-keys, axis=1)[:, :size]
 
 
+def _check(task: Any, **ranges: tuple[float, float]) -> None:
+    """Raises ValueError for a number of the task outside its range."""
+    for name, (low, high) in ranges.items():
+        if not low <= (value := getattr(task, name)) <= high:
+            raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value} in {task}")
+
+
 @dataclass(frozen=True)
 class AssociativeRecall:
     """MQAR of Zoology (Arora et al. 2023, arXiv 2312.04927): keys with values, then every key once, in any order.
@@ -92,6 +99,9 @@ class AssociativeRecall:
     pairs: int = 4
     vocabulary: int = 32
     power: float = 0.01
+
+    def __post_init__(self) -> None:
+        _check(self, vocabulary=(4, math.inf), pairs=(1, min(self.vocabulary // 2 - 1, self.length // 4)))
 
     def sample(self, count: int, rng: np.random.Generator) -> Samples:
         half, first = self.vocabulary // 2, 2 * self.pairs
@@ -118,6 +128,9 @@ class Recall:
 
     keys: int = 64
     pairs: int = 32
+
+    def __post_init__(self) -> None:
+        _check(self, pairs=(1, self.keys))
 
     @property
     def vocabulary(self) -> int:
@@ -151,6 +164,9 @@ class SelectiveCopying:
     tokens: int = 4
     vocabulary: int = 16
 
+    def __post_init__(self) -> None:
+        _check(self, vocabulary=(3, math.inf), tokens=(1, self.length // 2))
+
     def sample(self, count: int, rng: np.random.Generator) -> Samples:
         context = self.length - self.tokens
         data = rng.integers(2, self.vocabulary, size=(count, self.tokens))
@@ -176,6 +192,9 @@ class InductionHeads:
     length: int = 32
     vocabulary: int = 16
 
+    def __post_init__(self) -> None:
+        _check(self, length=(3, math.inf), vocabulary=(2, math.inf))
+
     def sample(self, count: int, rng: np.random.Generator) -> Samples:
         inputs = rng.integers(1, self.vocabulary, size=(count, self.length))
         places, rows = rng.integers(self.length - 2, size=count), np.arange(count)
@@ -197,6 +216,9 @@ class NoiseDelay:
     length: int = 64
     tau: int = 16
     band: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check(self, tau=(1, self.length - 1), band=(1e-6, 0.5))
 
     def sample(self, count: int, rng: np.random.Generator) -> Samples:
         if self.band == 0.5:
@@ -429,7 +451,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = p.parse_args(argv)
     settings = Settings(args.parameters, args.updates, device=str(common.pick_device(args.device)))
     if args.quick:
-        settings = Settings(50_000, min(args.updates, 3), positions=64, held_out=128, quick=True)
+        settings = Settings(
+            50_000, min(args.updates, 3), positions=64, held_out=128, quick=True, device=settings.device
+        )
     records, report = sweeps.run("memory_probes", args, Sweep(settings, perform, define, METRIC))
     report["results"] = sweeps.summarise_all(records, METRIC)
     recalls = [r for r in report["results"] if r["definition"]["task"]["kind"] == Recall.__name__ and METRIC in r]

@@ -311,6 +311,7 @@ def run(name: str, args: argparse.Namespace, sweep: Sweep) -> tuple[list[dict[st
     tasks, kinds = args.tasks or args.usual_tasks, [task.partition(":")[0] for task in args.usual_tasks]
     if unknown := [task for task in tasks if task.partition(":")[0] not in kinds]:
         raise ValueError(f"a task must be one of {kinds}, got {unknown[0]!r}")
+    common.check_output(args)
     if not args.table:
         points = itertools.product(args.seeds or args.usual_seeds, tasks, args.only)
         runs = [
@@ -356,25 +357,29 @@ def mean(values: Sequence[float]) -> dict[str, float]:
 
 def at_best_rate(records: list[dict[str, Any]], metric: str) -> tuple[dict[float, float | None], list[dict[str, Any]]]:
     """The runs of one model at its best rate: of the lowest mean over the budgets that it was trained at, and over the
-    seeds that all its rates have.
+    seeds that all its rates have, but for one at which a run diverged.
 
     Returns:
         The mean at each rate, None where a run diverged, which rules it out; and the runs by seed, if any rate is left.
+    Raises:
+        ValueError: no seed that all rates have.
     """
     by_rate: dict[float, list[dict[str, Any]]] = {}
     for record in sorted(records, key=lambda r: (r["rate"], r["seed"])):
         by_rate.setdefault(record["rate"], []).append(record)
-    shared = set.intersection(*({run["seed"] for run in runs} for runs in by_rate.values()))
-    means: dict[float, float | None] = {}
+    whole = {rate: runs for rate, runs in by_rate.items() if not any(run["diverged"] for run in runs)}
+    seeds = {rate: {run["seed"] for run in runs} for rate, runs in whole.items()}
+    shared = set.intersection(*seeds.values()) if seeds else set()
+    if seeds and not shared:
+        raise ValueError(f"rates of one model must share a seed to be compared, got seeds by rate {seeds}")
+    means: dict[float, float | None] = dict.fromkeys(by_rate)
 
     def judge(run: dict[str, Any]) -> float:
         trained = {str(K) for K in run.get("trained_budgets", ())} & {*run[metric]} or run[metric]
         return statistics.fmean(run[metric][K] for K in trained)
 
-    for rate, runs in by_rate.items():
-        judged = [run for run in runs if not shared or run["seed"] in shared]
-        whole = not any(run["diverged"] for run in runs)
-        means[rate] = statistics.fmean(map(judge, judged)) if whole else None
+    for rate, runs in whole.items():
+        means[rate] = statistics.fmean(judge(run) for run in runs if run["seed"] in shared)
     left = [(value, rate) for rate, value in means.items() if value is not None]
     return means, by_rate[min(left)[1]] if left else []
 

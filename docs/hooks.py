@@ -44,7 +44,7 @@ def on_files(files, config):
             level = InclusionLevel.NOT_IN_NAV
             files.append(File.generated(config, in_site(page), abs_src_path=str(ROOT / page), inclusion=level))
         if page.endswith(".md"):
-            targets = {target_of(link, page) for link, _ in LINK.findall((ROOT / page).read_text())}
+            targets = {target_of(link, page) for link, _ in LINK.findall((ROOT / page).read_text(encoding="utf-8"))}
             new = {path for path in targets if not files.get_file_from_path(in_site(path))}
             waiting += sorted(path for path in new if (ROOT / path).is_file())
     return files

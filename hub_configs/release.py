@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
 
 from essm_train.arguments import arg, refuse
@@ -103,8 +104,6 @@ def sample(model: Any, tokenizer: Any, prompt: str, budget: int) -> str:
 
 def size_rows(source: Path, budgets: list[int], data: HeldOut) -> list[str]:
     """File size and bits per byte of prefixes in bf16, and of all channels in int8, as rows of a Markdown table."""
-    from torchao.quantization import Int8WeightOnlyConfig
-
     formats = [("bf16", K, {}) for K in budgets]
     formats.append(("int8", budgets[-1], {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}))
     rows = []

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+import re
 import statistics
 from pathlib import Path
 
@@ -82,6 +83,18 @@ def test_a_rate_is_judged_by_the_sizes_that_were_trained(ablate, tmp_path, monke
     for trained, best in (([8], 0.2), ([1, 8], 0.1)):
         records = [run | {"trained_budgets": trained} for run in runs]
         assert [r["rate"] for r in sweeps.at_best_rate(records, "bits")[1]] == [best]
+
+
+def test_a_rate_that_diverged_changes_nothing_for_the_others():
+    def run(rate, seed, bits, diverged=False):
+        return {"rate": rate, "seed": seed, "diverged": diverged, "bits": {"1": bits}}
+
+    runs = [run(0.1, seed, bits) for seed, bits in enumerate((5, 1, 1))] + [run(0.2, seed, 4) for seed in range(3)]
+    for more in ([], [run(0.3, 0, None, True)]):
+        means, best = sweeps.at_best_rate(runs + more, "bits")
+        assert means[0.1] == pytest.approx(7 / 3) and {r["rate"] for r in best} == {0.1} and means.get(0.3) is None
+    with pytest.raises(ValueError, match=re.escape("got seeds by rate {0.1: {0}, 0.2: {1}}")):
+        sweeps.at_best_rate([runs[0], runs[4]], "bits")
 
 
 def test_a_table_is_of_the_seeds_and_rates_asked_for(ablate, tmp_path):
@@ -301,6 +314,25 @@ def test_parameters_of_tasks():
     assert choose_task(TASKS, "mqar:pairs=2,power=0.5", length=16, tau=3) == AssociativeRecall(16, 2, power=0.5)
     with pytest.raises(ValueError, match="are numbers named"):
         choose_task(TASKS, "induction:length=x")
+    for name, said in (
+        ("mqar:pairs=9", r"pairs must be in \[1, 8\], got 9"),
+        ("recall:pairs=65", r"pairs must be in \[1, 64\]"),
+        ("selective-copying:tokens=17", r"tokens must be in \[1, 16\]"),
+        ("induction:length=2", r"length must be in \[3, inf\]"),
+        ("delay-white:tau=64", r"tau must be in \[1, 63\]"),
+        ("delay-band:band=0", r"band must be in \[1e-06, 0.5\], got 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            choose_task(TASKS, name)
+    for name in (
+        "mqar:pairs=8",
+        "recall:pairs=64",
+        "selective-copying:tokens=16",
+        "induction:length=3",
+        "delay-white:tau=63",
+    ):
+        inputs, _ = choose_task(TASKS, name).sample(4, np.random.default_rng(0))
+        assert len(inputs) == 4
 
 
 def test_every_kind_of_memory_is_probed(quick, tmp_path):

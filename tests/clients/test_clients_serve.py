@@ -401,7 +401,8 @@ def test_a_seed_gives_the_same_draws_in_company(guarded, held):
 
     alone, greedy = draw(5), guarded.complete(max_tokens=20)["choices"][0]["text"]
     assert draw(5) == alone == draw(5, temperature=1.0) != draw(6)
-    for fields in ({"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.01}, {"temperature": 0.9}):  # each means sampling
+    sampling = [{"generation_config": json.dumps(drawn)} for drawn in ({"top_k": 20}, {"min_p": 0.01})]
+    for fields in ({"top_p": 0.9}, {"temperature": 0.9}, *sampling):
         assert guarded.complete(max_tokens=20, **fields)["choices"][0]["text"] != greedy, fields
     assert greedy == draw(5, temperature=0) == draw(5, generation_config='{"do_sample": false}') != alone
     there, go = held(3)

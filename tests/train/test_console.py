@@ -41,7 +41,14 @@ def fail(error: BaseException):
             "error: there is no such folder, and no such name on the Hub: Repo id: ",
         ),
         (Failed("the run ended with 1"), "error: the run ended with 1\n"),
-        (ModuleNotFoundError("No module named 'x'", name="x"), "error: x is not installed, this command needs pip"),
+        (
+            ModuleNotFoundError("..", name="x"),
+            "error: x is not installed, this command needs pip install 'modeling-essm[train]'",
+        ),
+        (
+            ModuleNotFoundError("..", name="onnx.ir"),
+            "error: onnx.ir is not installed, this command needs pip install 'modeling-essm[export]'",
+        ),
         (RuntimeError("[x/gloo/y.cc:1] Connection closed"), "error: lost another process of this run: [x/gloo/y.cc:1]"),
         (DistBackendError("NCCL error"), "error: lost another process of this run: NCCL error\n"),
     ],

@@ -15,6 +15,9 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 # Before torch: threads that wait spin for microseconds, then sleep.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
+_EXTRAS = dict.fromkeys(("onnx", "onnxruntime", "onnxscript"), "export")  # that bring a module; "train" the others
+_EXTRAS |= {"torchao": "quantization", "executorch": "executorch"}
+
 
 class Failed(RuntimeError):
     """What was asked for did not succeed, and its message says all: no traceback."""
@@ -62,7 +65,8 @@ def run_script(main: Callable[[], object]) -> None:
     except ModuleNotFoundError as error:
         if sys.flags.dev_mode or (error.name or "").startswith(("essm_train", "modeling_essm")):
             raise
-        _end(f"{error.name} is not installed, this command needs pip install 'modeling-essm[train]'")
+        extra = _EXTRAS.get(str(error.name).partition(".")[0], "train")
+        _end(f"{error.name} is not installed, this command needs pip install 'modeling-essm[{extra}]'")
     except (ValueError, OSError, FloatingPointError, RuntimeError, StrictDataclassError) as error:
         lost = _is_lost_peer(error)
         if sys.flags.dev_mode or (isinstance(error, RuntimeError) and not (lost or isinstance(error, Failed))):

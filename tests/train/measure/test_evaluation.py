@@ -85,6 +85,8 @@ def test_language_models_are_evaluated_at_every_budget(tmp_path, monkeypatch):
     for name, message in others.items():
         with pytest.raises(ValueError, match=f"{name} has the {message}"):
             evaluate_models([folders[0], str(tmp_path / name)], data, (2, 8))
+    with pytest.raises(ValueError, match="models must be different ones, got"):
+        evaluate_models([folders[0], f"{folders[0]}/"], data, (2, 8))
     assert not sweeps  # before the first one
 
 
@@ -217,9 +219,11 @@ def test_a_cut_off_measurement_of_ratios_goes_on(tmp_path, monkeypatch):
 
     held_out = HeldOut(ACCURACY, score, {}, lambda: 1, "", None)
 
-    def measure(ratios, identity="a"):
+    def measure(ratios, identity="a", **options):
         plan = lambda ratio: SimpleNamespace(kept=[round(8 * (1 - ratio))])  # noqa: E731
-        return pruning.measure_ratios(model, plan, ratios, held_out, tmp_path / "partial.json", {"of": identity})
+        return pruning.measure_ratios(
+            model, plan, ratios, held_out, tmp_path / "partial.json", {"of": identity}, **options
+        )
 
     measure((0.0, 0.25))
     curve = measure((0.0, 0.25, 0.5))
@@ -227,7 +231,10 @@ def test_a_cut_off_measurement_of_ratios_goes_on(tmp_path, monkeypatch):
     assert curve.losses == pytest.approx((0, 0.2, 0.4)) and curve.largest_within(0.3) == 0.25
     point = dataclasses.replace(curve, values=(0.95, 0.94, 0.9))  # 0.95 - 0.94 is a little more than 0.01
     assert point.largest_within(0.01) == 0.25
-    measure((0.0,), "b")  # another model
+    with pytest.raises(ValueError, match=r"partial.json was measured with {'of': 'a'}, got {'of': 'b'}: take another"):
+        measure((0.0,), "b")
+    assert measured == [8, 6, 4]
+    measure((0.0,), "b", overwrite=True)
     (tmp_path / "partial.json").write_text('{"identity"')
     measure((0.0,))
     assert measured[3:] == [8, 8]

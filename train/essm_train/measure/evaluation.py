@@ -8,6 +8,7 @@ split. Retention, sweet spot and collapse boundary: modeling_essm/budgets/curve.
 from __future__ import annotations
 
 import functools
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -179,8 +180,11 @@ def evaluate_models(
     """Sweep every model; memory and active parameters of the first.
 
     Raises:
-        ValueError: models of different capacity or classes, or that read data in different ways, and as `load_for`.
+        ValueError: models of different capacity or classes, or that read data in different ways, one named twice, and
+            as `load_for`.
     """
+    if len({os.path.realpath(folder) for folder in folders}) < len(folders):
+        raise ValueError(f"models must be different ones, got {list(folders)}")
     if len(folders) > 1:  # all of them, before the first sweep
         _check_alike({folder: load_for(held_out, folder, trust_remote_code).config for folder in folders})
     sweeps: list[BudgetCurve] = []

@@ -87,19 +87,28 @@ def measure_ratios(
     held_out: HeldOut,
     path: Path,
     identity: Mapping[str, Any],
+    overwrite: bool = False,
 ) -> PruningCurve:
     """Quality at every ratio, with a progress bar. The model is left without masks.
 
     Args:
         plan: what to keep at a ratio. ratios: ascending, the first is 0.
-        path: JSON of what is measured so far. A run that was cut off reads it, if it is of the same `identity`.
+        path: JSON of what is measured so far, which a run that was cut off reads.
+        identity: what the figures depend on. overwrite: begin anew where `path` has figures of another identity.
+    Raises:
+        ValueError: `path` has figures of another identity.
     """
     partial: dict[str, Any] = {"identity": json.loads(json.dumps(identity)), "values": {}}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        partial = found if found["identity"] == partial["identity"] else partial
     except (OSError, ValueError):
-        pass  # nothing, or something damaged: all is measured
+        found = partial  # nothing, or something damaged: all is measured
+    if differ := [name for name, value in partial["identity"].items() if found["identity"].get(name) != value]:
+        theirs, ours = ({name: x["identity"].get(name) for name in differ} for x in (found, partial))
+        if not overwrite:
+            raise ValueError(f"{path} was measured with {theirs}, got {ours}: take another output_dir, or --overwrite")
+    else:
+        partial = found
     values, kept = partial["values"], []
     for ratio in (bar := tqdm(ratios, unit="ratio", disable=None)):
         chosen, key = plan(ratio), f"{ratio:.6f}"

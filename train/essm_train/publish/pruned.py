@@ -84,7 +84,7 @@ def _prune(args: PruneArguments, output_dir: Path, partial: Path) -> None:
     def plan(ratio: float) -> Plan:
         return allocate(ranked, amount=ratio, scope=args.scope)
 
-    curve = measure_ratios(model, plan, args.ratios, data, partial, identity(args, model))
+    curve = measure_ratios(model, plan, args.ratios, data, partial, identity(args, model), args.overwrite)
     ratio = curve.largest_within(args.max_loss) if args.max_loss is not None else args.amount
     if not ratio:
         raise ValueError(
