@@ -178,7 +178,7 @@ def start(
     if model is not None:
         shape = {"layers": model.num_hidden_layers, "width": model.hidden_size}
         shape |= {"capacity": model.num_spectral_channels, "filter_length": model.filter_length}
-        config = "paper" if args.config is None else args.config.name
+        config = "paper" if args.config is None else name_of(args.config)
         settings = {"config": config, "block": model.block, **shape} | settings
     check_output(args)
     report: dict[str, Any] = {

@@ -173,7 +173,7 @@ def peers_table(args: argparse.Namespace) -> dict[str, Any]:
     device = common.pick_device(args.device)
     room = max(contexts) + (args.rounds + 2) * max(steps, 64)  # each sample may repeat its steps until they last
     models = {name: m.to(device, common.dtype_of(device)).eval() for name, m in make_models(room, args).items()}
-    configured = args.config.name if args.config else "ES-SSM"
+    configured = common.name_of(args.config) if args.config else "ES-SSM"
     settings = {"contexts": contexts, "steps": steps, "threads": 1, "rounds": args.rounds}
     device, report = begin("decoding_peers", models[configured].config, args, **settings)
     report["parameters"] = {name: model.num_parameters() for name, model in models.items()}

@@ -67,7 +67,7 @@ def make_models(length: int, args: argparse.Namespace) -> dict[str, Any]:
     }
     by_chunks(models["Mamba-2"])
     if args.config is not None:
-        models[args.config.name] = ESSMForCausalLM(essm_config(args.config, length, args.quick))
+        models[common.name_of(args.config)] = ESSMForCausalLM(essm_config(args.config, length, args.quick))
     return models
 
 
@@ -125,7 +125,7 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
     report["parameters"] = {name: sum(p.numel() for p in m.parameters()) for name, m in models.items()}
     kernels = device.type == "cuda" and is_mamba_2_ssm_available()
     report["mamba2_path"] = "mamba_ssm kernels" if kernels else "chunks in torch"
-    configured = "ES-SSM" if args.config is None else args.config.name
+    configured = "ES-SSM" if args.config is None else common.name_of(args.config)
     rows: dict[str, tuple[str, int | None]] = {"Llama": ("Llama", None), "Mamba-2": ("Mamba-2", None)}
     for name in dict.fromkeys(("ES-SSM", configured)):
         rows |= {f"{name} K={K}": (name, K) for K in common.clipped((4, 32), models[name].config)}

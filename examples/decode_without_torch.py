@@ -28,6 +28,10 @@ about = json.loads((args.folder / "export.json").read_text(encoding="utf-8"))
 K = about["presets"].get(args.spectral_budget, args.spectral_budget or list(about["budgets"])[-1])
 if K not in about["budgets"]:
     parser.error(f"spectral_budget must be one of {', '.join([*about['budgets'], *about['presets']])}, got {K!r}")
+if about["format"] != "onnx" or "step" not in about["budgets"][K] or not (args.folder / "tokenizer.json").is_file():
+    parser.error(f"folder must be an ONNX export of a language model with its tokenizer, got {args.folder}")
+if args.temperature < 0:
+    parser.error(f"temperature must be at least 0, got {args.temperature}")
 tokenizer = Tokenizer.from_file(str(args.folder / "tokenizer.json"))
 files = {name: args.folder / about["budgets"][K][name]["file"] for name in ("prefill", "step")}
 programs = {name: onnxruntime.InferenceSession(file) for name, file in files.items()}

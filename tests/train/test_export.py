@@ -119,7 +119,7 @@ def test_all_budgets_read_leading_parts_of_one_file(exported):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", ["fast", None])
-def test_a_language_model_decodes_without_torch_as_it_generates(exported, budget):
+def test_a_language_model_decodes_without_torch_as_it_generates(exported, budget, tmp_path):
     """In a process of its own."""
     folder, model = exported
     code = (
@@ -140,6 +140,14 @@ def test_a_language_model_decodes_without_torch_as_it_generates(exported, budget
     assert len(set(new)) > 5  # not one token over and over
     assert json.loads(run.stderr.decode().splitlines()[-1]) == new
     assert run.stdout.decode() == tokenizer.decode(new) + "\n"
+    about = json.loads((folder / "export.json").read_text())
+    (tmp_path / "export.json").write_text(json.dumps(about | {"format": "torch"}))
+    for place, options, said in (
+        (folder, ["--temperature", "-1"], "temperature must be at least 0, got -1.0"),
+        (tmp_path, [], "folder must be an ONNX export of a language model with its tokenizer, got"),
+    ):
+        wrong = subprocess.run([sys.executable, example, place, prompt, *options], capture_output=True, text=True)
+        assert wrong.returncode == 2 and said in wrong.stderr, wrong.stderr
 
 
 @pytest.mark.slow
