@@ -149,7 +149,7 @@ class Settings:
 def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--train_file", nargs="+", help="text to train on; by default Python's own sources")
     p.add_argument("--validation_file", nargs="+", help="held-out text; by default the end of train_file")
-    p.add_argument("--parameters", type=int, default=800_000, help=f"of every model, to {TOLERANCE:.0%}%")
+    p.add_argument("--parameters", type=common.positive, default=800_000, help=f"of every model, to {TOLERANCE:.0%}%")
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

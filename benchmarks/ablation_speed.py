@@ -74,7 +74,7 @@ def measure(parameters: int, names: list[str], block: int, rounds: int, device: 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__, rounds=5)
-    p.add_argument("--parameters", type=int, nargs="+", default=[800_000, 3_000_000])
+    p.add_argument("--parameters", type=common.positive, nargs="+", default=[800_000, 3_000_000])
     p.add_argument("--only", nargs="+", choices=[*ROWS, "mamba2, library"], default=[*NAMES], metavar="ROW")
     args = p.parse_args(argv)
     sizes, block = ([60_000], 64) if args.quick else (args.parameters, 512)

@@ -164,8 +164,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     p = common.parser(__doc__, on_cpu=True)
     common.add_config(p)
     p.add_argument("--table", choices=("all", *TABLES), default="all")
-    p.add_argument("--prompt", type=int, default=4096, help="tokens of a prompt")
-    p.add_argument("--length", type=int, default=1024, help="tokens of an update")
+    p.add_argument("--prompt", type=common.positive, default=4096, help="tokens of a prompt")
+    p.add_argument("--length", type=common.positive, default=1024, help="tokens of an update")
     args = p.parse_args(argv)
     if args.out and args.table == "all":
         p.error("--out is one file: give one --table")

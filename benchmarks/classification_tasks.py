@@ -199,8 +199,10 @@ def perform(settings: Settings, run: Run) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__, rounds=None)
     sweeps.add_data(p)
-    p.add_argument("--parameters", type=int, default=120_000, help=f"of every model, to {TOLERANCE:.0%}%")
-    p.add_argument("--test_samples", type=int, default=2000, help="at most, the same for every run of a task")
+    p.add_argument("--parameters", type=common.positive, default=120_000, help=f"of every model, to {TOLERANCE:.0%}%")
+    p.add_argument(
+        "--test_samples", type=common.positive, default=2000, help="at most, the same for every run of a task"
+    )
     sweeps.add_arguments(p, ROWS, "runs/classification_tasks", 300, TASKS)
     args = p.parse_args(argv)
     small: Any = {"parameters": 50_000, "updates": min(args.updates, 3), "test_samples": 40} if args.quick else {}

@@ -98,8 +98,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__, rounds=None, on_cpu=True)
     p.add_argument("--model", type=Path, required=True, help="saved language model of bytes")
-    p.add_argument("--milliseconds", type=float, help=f"deadline of a token; default {SLACK} of a step at full size")
-    p.add_argument("--seconds", type=float, default=4.0, help="of each of the three phases")
+    p.add_argument(
+        "--milliseconds", type=common.above_zero, help=f"deadline of a token; default {SLACK} of a step at full size"
+    )
+    p.add_argument("--seconds", type=common.above_zero, default=4.0, help="of each of the three phases")
     p.add_argument("--nice", type=int, default=4, help="of the second process; at 0 it takes half of the core")
     args = p.parse_args(argv)
     if not hasattr(os, "sched_setaffinity"):

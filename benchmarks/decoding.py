@@ -10,8 +10,9 @@
 The paper's 21M-parameter model, or that of --config, with random weights; a budget above the capacity becomes it.
 fp32 on the CPU, bf16 on a GPU, eager unless said. A step is one forward call with its argmax under inference_mode. In
 every round all rows take turns. Before anything is timed, steps must give what one call over the whole text gives.
-The bandwidth of memory is that of a sum over 256 MiB in the same rounds. A Llama's default cache is copied at every
-step and cut back before each sample; Mamba-2 reads 128 tokens whatever the context, as its state has one size.
+The bandwidth of memory is that of a sum over 256 MiB (2 GiB on a GPU) in the same rounds. A Llama's default cache is
+copied at every step and cut back before each sample; Mamba-2 reads 128 tokens whatever the context, as its state has
+one size.
 """
 
 from __future__ import annotations
@@ -143,28 +144,32 @@ def limit_table(args: argparse.Namespace) -> dict[str, Any]:
     for count in [torch.get_num_threads()] if gpu else sorted({1, torch.get_num_threads()}):
         with common.threads(count):
             compiled = compile_decoding(copy.deepcopy(eager), budgets, backend=args.backend)
-            for K in budgets:
-                row = measure_limit(eager, compiled, memory, K, args.rounds)
-                report["results"].append({"threads": count, "budget": K} | row)
+            rows = measure_limit({"eager": eager, "compiled": compiled}, memory, budgets, args.rounds)
+        report["results"] += [{"threads": count} | row for row in rows]
     return report
 
 
 @torch.inference_mode()
-def measure_limit(eager: Any, compiled: Any, memory: Tensor, K: int, rounds: int) -> dict[str, Any]:
-    """One budget; that compiled steps do not differ, `compile_decoding` has checked."""
+def measure_limit(
+    models: dict[str, ESSMForCausalLM], memory: Tensor, budgets: list[int], rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each budget; that compiled steps do not differ, `compile_decoding` has checked."""
     token = torch.zeros(1, 1, dtype=torch.long, device=memory.device)
-    calls: dict[str, Any] = {"memory": memory.sum}
-    for kind, model in {"eager": eager, "compiled": compiled}.items():
-        calls[kind] = functools.partial(decode, model, prefill(model, token.expand(1, 8), K), token, K, 1)
-    seconds = common.paired(calls, memory.device, rounds, warmup=3, sample_seconds=0.1)
-    weights = common.weight_bytes(eager, K)
-    row: dict[str, Any] = {"weight_bytes": weights}
-    row["bytes_per_second"] = common.rate(seconds["memory"], memory.nbytes)
-    limit = [weights / memory.nbytes * s for s in seconds["memory"]]
-    for kind in ("eager", "compiled"):
-        row[f"{kind}_seconds"] = common.spread(seconds[kind])
-        row[f"{kind}_fraction"] = common.ratio(limit, seconds[kind])
-    return row
+    calls: dict[Any, Any] = {"memory": memory.sum}
+    for K, (kind, model) in itertools.product(budgets, models.items()):
+        calls[kind, K] = functools.partial(decode, model, prefill(model, token.expand(1, 8), K), token, K, 1)
+    seconds = common.paired(calls, memory.device, rounds, warmup=3, sample_seconds=0.1, limit_seconds=120.0)
+    rows = []
+    for K in budgets:
+        weights = common.weight_bytes(models["eager"], K)
+        row: dict[str, Any] = {"budget": K, "weight_bytes": weights}
+        row["bytes_per_second"] = common.rate(seconds["memory"], memory.nbytes)
+        limit = [weights / memory.nbytes * s for s in seconds["memory"]]
+        for kind in models:
+            row[f"{kind}_seconds"] = common.spread(seconds[kind, K])
+            row[f"{kind}_fraction"] = common.ratio(limit, seconds[kind, K])
+        rows.append(row)
+    return rows
 
 
 def peers_table(args: argparse.Namespace) -> dict[str, Any]:
@@ -221,11 +226,14 @@ def prompt_table(args: argparse.Namespace) -> dict[str, Any]:
     model = make_model(config, device)
     ids = torch.randint(0, 256, (1, lengths[-1]), generator=torch.Generator().manual_seed(0)).to(device)
     read_prompt(model, ids[:, : 2 * chunk], K, chunk)  # constants of the basis
-    report["results"] = []
-    for length, size in [(lengths[0], None), *((length, chunk) for length in lengths)]:
-        call = functools.partial(read_prompt, model, ids[:, :length], K, size)
-        row = {"length": length, "chunk": size, "tokens_per_second": length / common.timed(call, device)}
-        report["results"].append(row | {"peak_bytes": common.peak_memory(call, device)})
+    shapes = [(lengths[0], None), *((length, chunk) for length in lengths)]
+    calls = {shape: functools.partial(read_prompt, model, ids[:, : shape[0]], K, shape[1]) for shape in shapes}
+    seconds = common.paired(calls, device, args.rounds, warmup=1, limit_seconds=240.0)
+    report["results"] = [
+        {"length": length, "chunk": size, "tokens_per_second": common.rate(samples, length)}
+        | {"peak_bytes": common.peak_memory(calls[length, size], device)}
+        for (length, size), samples in seconds.items()
+    ]
     states = (read_prompt(model, ids[:, : lengths[0]], K, size).layers for size in (chunk, None))
     for in_pieces, whole in zip(*states):
         common.require_close("state", in_pieces.tensors["features"], whole.tensors["features"])
@@ -246,10 +254,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     common.add_config(p)
     p.add_argument("--table", choices=TABLES, default="contexts")
-    p.add_argument("--contexts", type=int, nargs="+", help=f"tokens read before, of peers at least {SHORT}; or prompts")
-    p.add_argument("--batches", type=int, nargs="+", help="of contexts")
+    p.add_argument(
+        "--contexts", type=common.positive, nargs="+", help=f"tokens read before, of peers at least {SHORT}; or prompts"
+    )
+    p.add_argument("--batches", type=common.positive, nargs="+", help="of contexts")
     p.add_argument("--backend", default="inductor", help="of limit: compiles the steps")
     args = p.parse_args(argv)
+    if args.table == "peers" and args.contexts and min(args.contexts) < SHORT:
+        p.error(f"--contexts of peers must be at least {SHORT}, got {min(args.contexts)}")
     return common.finish(TABLES[args.table](args), args)
 
 

@@ -61,7 +61,7 @@ def run_part(name: str, seconds: float, args: argparse.Namespace) -> dict[str, A
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run every part while there is time; the file is whole at any moment."""
     p = common.parser(__doc__, rounds=None)
-    p.add_argument("--seconds", type=float, default=540.0, help="in all")
+    p.add_argument("--seconds", type=common.above_zero, default=540.0, help="in all")
     p.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     p.add_argument("--model", type=Path, help="saved language model, trained")
     args = p.parse_args(argv)

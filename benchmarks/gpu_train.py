@@ -35,7 +35,7 @@ from essm_train.baselines.sizes import count_parameters, matched_baseline
 from essm_train.data.blocks import to_stream
 from essm_train.data.documents import read_files
 from essm_train.data.tokens import ByteEncoder
-from essm_train.files import claim, write_json
+from essm_train.files import claim, filling, write_json
 from essm_train.measure.evaluation import open_text
 from essm_train.run.steps import Muon, make_scheduler, update
 from modeling_essm import ESSMConfig, ESSMForCausalLM
@@ -272,9 +272,10 @@ class Run:
             rounded = ESSMForCausalLM(self.model.config)
         rounded.load_state_dict(weights, assign=True)
         rounded.tie_weights()
-        rounded.save_pretrained(folder)
-        for code in folder.glob("*.py"):  # the installed package runs them
-            code.unlink()
+        with filling(folder) as whole:
+            rounded.save_pretrained(whole)
+            for code in whole.glob("*.py"):  # the installed package runs them
+                code.unlink()
 
 
 def outputs_of(model: Any, ids: Tensor, budget: int | ResolvedBudget | None) -> Any:
@@ -292,22 +293,21 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     kinds = ["elastic", *PEERS]
     p.add_argument("--models", nargs="*", choices=kinds, default=kinds, help="of each configuration")
     p.add_argument("--alone", nargs="+", type=int, default=[], metavar="K", help="ES-SSMs of K channels, by themselves")
-    p.add_argument("--updates", type=int, help="of each model; of several limits the first one ends it")
-    p.add_argument("--seconds", type=float, help="of training, for each model")
+    p.add_argument("--updates", type=common.positive, help="of each model; of several limits the first one ends it")
+    p.add_argument("--seconds", type=common.above_zero, help="of training, for each model")
     p.add_argument("--one_pass", action="store_true", help="read every block of the text once")
-    p.add_argument("--first_bytes", type=int, help="of the training text; by default all")
-    p.add_argument("--batch", type=int, default=16)
+    p.add_argument("--first_bytes", type=common.positive, help="of the training text; by default all")
+    p.add_argument("--batch", type=common.positive, default=16)
     p.add_argument("--length", type=int, default=1024, help="tokens of a window")
-    p.add_argument("--learning_rate", type=float, default=1.5e-3, help="at its highest")
-    p.add_argument("--windows", type=int, default=64, help="held-out windows that are scored")
+    p.add_argument("--learning_rate", type=common.above_zero, default=1.5e-3, help="at its highest")
+    p.add_argument("--windows", type=common.positive, default=64, help="held-out windows that are scored")
     p.add_argument("--save", type=Path, help="folder for the ES-SSMs, each in one of its own, in bf16")
     p.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further model begins")
     args = p.parse_args(argv)
     if not (args.updates is not None or args.seconds or args.one_pass):
         p.error("give --updates, --seconds or --one_pass")
-    for name, least in {"updates": 1, "first_bytes": 1, "batch": 1, "length": 2, "windows": 1}.items():
-        if (value := getattr(args, name)) is not None and value < least:
-            p.error(f"--{name} must be at least {least}, got {value}")
+    if args.length < 2:
+        p.error(f"--length must be at least 2, got {args.length}")
     try:
         tasks = tasks_of(args)
         if len({task.label for task in tasks}) < len(tasks):

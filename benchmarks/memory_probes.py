@@ -446,7 +446,7 @@ def draw(results: list[dict[str, Any]]) -> Figure:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__, rounds=None)
-    p.add_argument("--parameters", type=int, default=100_000, help=f"of every model, to {TOLERANCE:.0%}%")
+    p.add_argument("--parameters", type=common.positive, default=100_000, help=f"of every model, to {TOLERANCE:.0%}%")
     sweeps.add_arguments(p, ROWS, "runs/memory_probes", 800, TASKS)
     args = p.parse_args(argv)
     settings = Settings(args.parameters, args.updates, device=str(common.pick_device(args.device)))

@@ -50,7 +50,7 @@ from essm_train.publish.hub import read_json
 from modeling_essm import ESSMForCausalLM
 
 from . import common
-from .decoding import Decoder
+from .decoding import CHECKED_STEPS, Decoder
 
 SYMBOLS = ByteEncoder.vocab_size
 PIECE = 1 << 22  # symbols counted at a time
@@ -287,9 +287,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p.add_argument("--writer", type=Path, help="folder of the ES-SSM that continues a text; it is measured too")
     p.add_argument("--train_file", nargs="+", required=True, help="the text that they read")
     p.add_argument("--text_files", nargs="+", required=True, help="held-out text of the same kind")
-    p.add_argument("--block_size", type=int, default=1024, help="tokens per held-out block")
-    p.add_argument("--max_blocks", type=int, default=256, help="held-out blocks, spread evenly over the text")
-    p.add_argument("--context", type=int, default=256, help="tokens read before those that are timed")
+    p.add_argument("--block_size", type=common.positive, default=1024, help="tokens per held-out block")
+    p.add_argument(
+        "--max_blocks", type=common.positive, default=256, help="held-out blocks, spread evenly over the text"
+    )
+    p.add_argument("--context", type=common.positive, default=256, help="tokens read before those that are timed")
     args = p.parse_args(argv)
     train, held_out = (list(documents.read_files(paths)) for paths in (args.train_file, args.text_files))
     if args.quick:
@@ -309,8 +311,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.record and record["settings"]["held_out"] != settings["held_out"]:
         scored = {name: record["settings"][name] for name in ("block_size", "max_blocks")}
         p.error(f"--record has the bits of other held-out blocks, {scored}: give it the same text and sizes")
-    if len(stream) <= args.context:
-        p.error(f"--context must be below the {len(stream)} tokens of the held-out text, got {args.context}")
+    if not CHECKED_STEPS < args.context < len(stream):
+        legal = f"above {CHECKED_STEPS} and below the {len(stream)} tokens of the held-out text"
+        p.error(f"--context must be {legal}, got {args.context}")
     device, report = common.start("released", args, threads=1, dtype="float32", **settings)
     text = hold_out_blocks(blocks, ByteEncoder.special_ids, 1.0, 8, "held-out text")
     models = {name: saved_model(path) for name, path in folders.items()}

@@ -130,9 +130,9 @@ def measure(model: ESSMForCausalLM, drawn: list[Arrival], args: argparse.Namespa
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__, rounds=3)
     p.add_argument("--model", type=Path, required=True, help="saved language model")
-    p.add_argument("--rows", type=int, default=16, help="requests at full size that run at once")
-    p.add_argument("--requests", type=int)
-    p.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.9])
+    p.add_argument("--rows", type=common.positive, default=16, help="requests at full size that run at once")
+    p.add_argument("--requests", type=common.positive)
+    p.add_argument("--loads", type=common.above_zero, nargs="+", default=[0.5, 0.9])
     args = p.parse_args(argv)
     model = ESSMForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     capacity, presets = model.config.num_spectral_channels, model.config.budget_presets or {}

@@ -52,7 +52,7 @@ def hankel_eigh(H: int, K: int) -> np.ndarray:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__, on_cpu=True)
-    p.add_argument("--lengths", type=int, nargs="+")
+    p.add_argument("--lengths", type=common.positive, nargs="+")
     args = p.parse_args(argv)
     device, report = common.start("spectral_basis", args, dtype="float64", channels=CHANNELS, chunk=CHUNK)
     report["results"] = []

@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__)
     p.add_argument("--mixing", nargs="+", choices=CHUNK, default=[*CHUNK])
     for name in ("widths", "lengths", "batches", "budgets", "threads"):
-        p.add_argument(f"--{name}", type=int, nargs="+")
+        p.add_argument(f"--{name}", type=common.positive, nargs="+")
     args = p.parse_args(argv)
     device, report = common.start("spectral_layer", args, filter_length=FILTER_LENGTH, rounds=args.rounds)
     one = args.quick or device.type == "cuda"

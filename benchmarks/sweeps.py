@@ -289,9 +289,13 @@ def add_arguments(
     p.add_argument("--only", nargs="+", metavar="NAME", choices=[*rows], default=[*rows], help=f"of {[*rows]}")
     p.add_argument("--updates", type=common.positive, default=updates)
     if rate is None:
-        p.add_argument("--rates", type=float, nargs="+", help="learning rates, instead of those of each model")
+        p.add_argument(
+            "--rates", type=common.above_zero, nargs="+", help="learning rates, instead of those of each model"
+        )
     else:
-        p.add_argument("--rate", dest="rates", type=float, nargs=1, default=[rate], help="learning rate of all")
+        p.add_argument(
+            "--rate", dest="rates", type=common.above_zero, nargs=1, default=[rate], help="learning rate of all"
+        )
     p.add_argument("--seeds", type=int, nargs="+", help=f"by default {[*seeds]}")
     p.add_argument("--processes", type=common.positive, default=1, help="runs at a time, each on one thread")
     p.add_argument("--runs_dir", type=Path, default=Path(runs_dir), help="where the file of every run goes")

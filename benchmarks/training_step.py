@@ -207,8 +207,8 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     p = common.parser(__doc__)
     common.add_config(p)
     p.add_argument("--table", choices=("all", *TABLES), default="all")
-    p.add_argument("--length", type=int)
-    p.add_argument("--batch", type=int)
+    p.add_argument("--length", type=common.positive)
+    p.add_argument("--batch", type=common.positive)
     p.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of essm")
     args = p.parse_args(argv)
     if args.out and args.table == "all":

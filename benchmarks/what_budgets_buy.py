@@ -165,7 +165,7 @@ def draw(results: dict[str, Any], delays: dict[str, list[str]], filter_length: i
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     p = common.parser(__doc__, rounds=None)
     sweeps.add_arguments(p, {MODEL: None}, "runs/what_budgets_buy", 300, rate=5e-3, seeds=[0])
-    p.add_argument("--parameters", type=int, default=30_000, help="of every model")
+    p.add_argument("--parameters", type=common.positive, default=30_000, help="of every model")
     args: argparse.Namespace = p.parse_args(argv)
     delays, filter_length, lengths = (QUICK, 512, (512,)) if args.quick else (DELAYS, 4096, LENGTHS)
     args.tasks = args.usual_tasks = [name for group in delays.values() for name in group]

@@ -167,7 +167,8 @@ def test_no_model_begins_after_the_limit(train):
     ("options", "legal"),
     [
         (["--updates", "1", "--alone", "9"], r"--alone must be an integer in \[1, 8\], got 9"),
-        (["--updates", "0"], "--updates must be at least 1, got 0"),
+        (["--updates", "0"], "--updates: must be at least 1, got 0"),
+        (["--seconds", "-5"], "--seconds: must be a number above 0, got -5"),
         ([], "give --updates, --seconds or --one_pass"),
         (["--one_pass", "--batch", "13"], "at most the 12 blocks of the text, got 13"),
     ],
