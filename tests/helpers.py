@@ -31,9 +31,11 @@ HYBRID = {
     "head_dim": 4,
     "sliding_window": 5,
 }
-variants = pytest.mark.parametrize(
-    "variant", [*VARIANTS.values(), HYBRID | VARIANTS["memory"]], ids=[*VARIANTS, "hybrid"]
-)
+ALL_VARIANTS = VARIANTS | {"hybrid": HYBRID | VARIANTS["memory"]}
+all_variants = pytest.mark.parametrize("variant", ALL_VARIANTS.values(), ids=ALL_VARIANTS)
+# Without a gate a layer differs in nothing but its gates: budgets of rows, their gradients and what is cut.
+WITH_GATES = {name: fields for name, fields in ALL_VARIANTS.items() if name != "no-gate"}
+variants = pytest.mark.parametrize("variant", WITH_GATES.values(), ids=WITH_GATES)
 BLOCKS = [VARIANTS["paper"], VARIANTS["elastic"], VARIANTS["memory"]]
 blocks = pytest.mark.parametrize("block", BLOCKS, ids=["paper", "elastic", "memory"])
 

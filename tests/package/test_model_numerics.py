@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from helpers import (
     HYBRID,
     VARIANTS,
+    WITH_GATES,
+    all_variants,
     assert_close,
     blocks,
     captured_warnings,
@@ -138,7 +140,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-@variants
+@all_variants
 def test_gradients_of_single_samples(variant, kind):
     """Shorter and longer than a chunk, 8, with masks, NaN behind them, and without: as by `backward`, row by row."""
     cls, fields, batch = SAMPLES[kind]
@@ -158,8 +160,8 @@ def test_gradients_of_single_samples(variant, kind):
 
 @pytest.mark.parametrize(
     ("variant", "reentrant"),
-    [(VARIANTS["paper"], True), *((variant, False) for variant in (*VARIANTS.values(), HYBRID | VARIANTS["memory"]))],
-    ids=["paper-reentrant", *VARIANTS, "hybrid"],
+    [(VARIANTS["paper"], True), *((variant, False) for variant in WITH_GATES.values())],
+    ids=["paper-reentrant", *WITH_GATES],
 )
 def test_gradient_checkpointing_changes_nothing(variant, reentrant):
     model, ids = random_model(**variant).train(), random_ids(2, 20)

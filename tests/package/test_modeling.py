@@ -12,6 +12,7 @@ from accelerate.utils import convert_outputs_to_fp32, send_to_device
 from helpers import (
     HYBRID,
     VARIANTS,
+    all_variants,
     assert_close,
     filled,
     random_ids,
@@ -137,7 +138,7 @@ def test_a_single_feature_keeps_its_size_from_the_start(block):
 
 
 @pytest.mark.parametrize("budget", [5, torch.tensor([5, 3])], ids=["int", "rows"])
-@variants
+@all_variants
 def test_a_budget_reads_the_leading_blocks_alone(variant, budget):
     """Everything beyond them may be NaN, and gets a gradient of exactly 0; every channel within gets another."""
     model, ids = random_model(**variant).train(), random_ids(2, 20)
@@ -193,7 +194,7 @@ def test_outputs_rebuilt_from_their_items_keep_the_budget():
 # --- Time, masks, batch
 
 
-@variants
+@all_variants
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_are_what_they_are_alone(variant, seed):
     """With masks and cuts drawn at random and a budget for each row: what is masked, and other rows, do not exist."""

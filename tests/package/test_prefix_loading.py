@@ -11,6 +11,7 @@ from helpers import (
     HYBRID,
     SHA,
     VARIANTS,
+    all_variants,
     assert_close,
     blocks,
     captured_warnings,
@@ -18,7 +19,6 @@ from helpers import (
     hub_snapshot,
     random_ids,
     random_model,
-    variants,
 )
 from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
@@ -36,7 +36,7 @@ def outputs(model, budget=None, ids=None):
 
 
 @pytest.mark.parametrize("capacity", [1, [3, 20]], ids=str)
-@variants
+@all_variants
 def test_a_truncated_model_is_the_large_one_at_that_budget(variant, capacity, tmp_path):
     large = random_model(**variant)
     expected = outputs(large, capacity)
