@@ -74,14 +74,14 @@ def test_capacity_is_what_fp64_resolves(H, capacity):
 
 
 @pytest.mark.parametrize("H", [512, 4096, 65536])
-@pytest.mark.parametrize("K", [2, 8, 32])
-def test_prefix_of_A_reproduces_the_filters(H, K):
-    basis, N = spectral_basis(H), num_states(K, 16)
-    N = min(N, len(basis.sigma))
-    A, phi = basis.A[:N, :N], basis.filters(N)
-    error = np.linalg.norm(unroll(A, phi[0], H)[:, :K] - phi[:, :K], axis=0)
-    assert error.max() < 4e-6, f"relative l2 error {error.max():.1e}"
-    assert np.abs(np.linalg.eigvals(A)).max() < 1.0
+def test_prefix_of_A_reproduces_the_filters(H):
+    basis = spectral_basis(H)
+    for K in (2, 8, 32):
+        N = min(num_states(K, 16), len(basis.sigma))
+        A, phi = basis.A[:N, :N], basis.filters(N)
+        error = np.linalg.norm(unroll(A, phi[0], H)[:, :K] - phi[:, :K], axis=0)
+        assert error.max() < 4e-6, f"K = {K}: relative l2 error {error.max():.1e}"
+        assert np.abs(np.linalg.eigvals(A)).max() < 1.0
 
 
 def test_longest_filter_length():

@@ -34,15 +34,15 @@ def test_agrees_with_the_definition(dtype, algorithm, make):
 
 @FAST
 @MIXING
-@pytest.mark.parametrize(("B", "L", "K"), [(2, 1, 4), (3, 65, 32), (2, 200, 8)])
-def test_agrees_with_the_definition_after_a_state_and_before_padding(algorithm, make, B, L, K):
+def test_agrees_with_the_definition_after_a_state_and_before_padding(algorithm, make):
     operator = SpectralOperator(H)
-    u, gates, M = make(B, L, K)
-    x0 = reachable_state(operator, K, u.shape[-1], B, u.dtype)
-    lengths = torch.arange(L, L - B, -1).clamp(min=1)
-    for row, length in enumerate(lengths):
-        u[row, length:] = 0
-    assert_agrees(operator, algorithm, u, gates, M, x0, lengths)
+    for B, L, K in ((2, 1, 4), (3, 65, 32), (2, 200, 8)):
+        u, gates, M = make(B, L, K)
+        x0 = reachable_state(operator, K, u.shape[-1], B, u.dtype)
+        lengths = torch.arange(L, L - B, -1).clamp(min=1)
+        for row, length in enumerate(lengths):
+            u[row, length:] = 0
+        assert_agrees(operator, algorithm, u, gates, M, x0, lengths)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
@@ -297,18 +297,18 @@ def test_agrees_with_the_definition_on_cuda(dtype, algorithm, make):
         assert relative_error(state[:, 24:32], expected[1][:, 24:32]) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("batch", "threads"), [(1, 1), (1, 3), (3, 5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_step_that_waits_for_memory(dtype, batch, threads, monkeypatch):
+def test_a_step_that_waits_for_memory(dtype, monkeypatch):
     """Large matrices and few rows are read another way without gradients, with the result of the product."""
-    monkeypatch.setattr(spectral_ops, "_num_threads", lambda: threads)
     operator = SpectralOperator(512)
-    u, gates, M = make_inputs(batch, 1, 12, D=128, E=128, capacity=14, dtype=dtype)
-    state = torch.randn(batch, 40, 128, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        y, _ = operator(u, gates, M, state, num_states=40)
-    expected, _ = operator(u, gates, M.clone().requires_grad_(), state, num_states=40)
-    assert relative_error(y, expected.detach()) < (1e-5 if dtype == torch.float32 else 1e-2)
+    for batch, threads in ((1, 1), (1, 3), (3, 5)):
+        monkeypatch.setattr(spectral_ops, "_num_threads", lambda threads=threads: threads)
+        u, gates, M = make_inputs(batch, 1, 12, D=128, E=128, capacity=14, dtype=dtype)
+        state = torch.randn(batch, 40, 128, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            y, _ = operator(u, gates, M, state, num_states=40)
+        expected, _ = operator(u, gates, M.clone().requires_grad_(), state, num_states=40)
+        assert relative_error(y, expected.detach()) < (1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_fewer_states_than_a_budget_needs_are_not_carried():
