@@ -19,7 +19,6 @@ GREEDY = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}  # t
 STRATEGIES = {
     "greedy": GREEDY,
     "beams": {**GREEDY, "num_beams": 3, "num_return_sequences": 3},
-    "sampled-beams": {**GREEDY, "num_beams": 3, "do_sample": True},
     "samples": {**GREEDY, "do_sample": True, "top_k": 20, "temperature": 0.8, "num_return_sequences": 3},
 }
 # States are the same without a gate; the hybrid's spectral layers are the paper's.
