@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
 
 ROOT = Path(__file__).parents[1]
+COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 SHA = "0123456789abcdef0123456789abcdef01234567"
 # What differs in code: both blocks, no gate, and attention layers between spectral ones.
 VARIANTS = {
@@ -23,9 +25,10 @@ VARIANTS = {
     "elastic": {"block": "elastic", "head_size": 4, "conv_kernel_size": 3, "intermediate_size": 128},
     "memory": {"block": "elastic", "head_size": 8, "memory_key_size": 2, "memory_value_size": 4, "gating": "softmax"},
 }
+L_, S_, F_ = "linear_attention", "sliding_attention", "full_attention"
 HYBRID = {
     "num_hidden_layers": 4,
-    "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+    "layer_types": [L_, S_, L_, F_],
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 4,

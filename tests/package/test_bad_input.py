@@ -8,14 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import VARIANTS, captured_warnings, random_ids, random_model, tiny_config
+from helpers import F_, L_, S_, VARIANTS, captured_warnings, random_ids, random_model, tiny_config
 from huggingface_hub.errors import StrictDataclassError
 from transformers import DynamicCache
 
 from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM, ESSMForSequenceClassification
 
 REFUSAL = (ValueError, TypeError, KeyError, StrictDataclassError)  # the third is that of the library for "yarn"
-L_, S_, F_ = "linear_attention", "sliding_attention", "full_attention"
 
 # --- Configurations
 

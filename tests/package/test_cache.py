@@ -258,10 +258,10 @@ def test_bad_rows_and_caches():
             ESSMCache.merge(caches)
 
 
-@pytest.mark.parametrize("variant", ["paper", "elastic", "memory"])
+@blocks
 @pytest.mark.parametrize("length", [1, 5])
-def test_states_made_under_inference_mode_can_train(variant, length):
-    model, ids = random_model(**VARIANTS[variant]), random_ids(2, 9)
+def test_states_made_under_inference_mode_can_train(block, length):
+    model, ids = random_model(**block), random_ids(2, 9)
     with torch.inference_mode():
         cache = model(ids[:, :-length], use_cache=True).past_key_values
     logits = model(ids[:, -length:], past_key_values=cache).logits

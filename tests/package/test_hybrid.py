@@ -9,15 +9,13 @@ import itertools
 
 import pytest
 import torch
-from helpers import HYBRID, assert_close, random_ids, random_masks, random_model
+from helpers import F_, HYBRID, L_, S_, assert_close, random_ids, random_masks, random_model
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import flash_attention_mask
 
 from modeling_essm import ESSMForCausalLM
 from modeling_essm.decoding import ContinuousBatch, compile_decoding
 from modeling_essm.export import export_programs
-
-L_, S_, F_ = "linear_attention", "sliding_attention", "full_attention"
 
 
 def hybrid(types=HYBRID["layer_types"], **fields):

@@ -10,20 +10,18 @@ import runpy
 import shlex
 import shutil
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 from apart import run_script
-from helpers import ROOT, random_model
+from helpers import COMMANDS, ROOT, random_model
 
 from modeling_essm import build_byte_tokenizer
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPT = re.compile(r"\b(?:train|examples|docs)/[\w/]+\.(?:py|sh)\b")
-CONSOLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 COMMAND = re.compile(
-    rf"(?:-m )((?:essm_train|benchmarks)\.\w+)|(?<![\w/-])({'|'.join(sorted(CONSOLE, reverse=True))})(?![\w-])"
+    rf"(?:-m )((?:essm_train|benchmarks)\.\w+)|(?<![\w/-])({'|'.join(sorted(COMMANDS, reverse=True))})(?![\w-])"
 )
 
 
@@ -98,7 +96,7 @@ def test_commands_name_scripts_and_flags_that_exist():
                 assert (ROOT / path).is_file(), (page, command)
             if name := COMMAND.search(command):
                 seen += 1
-                module = name[1] or CONSOLE[name[2]].partition(":")[0]
+                module = name[1] or COMMANDS[name[2]].partition(":")[0]
                 after = shlex.split(command[name.end() :].replace("`", ""))
                 has_tasks = module in ("essm_train.make_task_data", "essm_train.prepare_audio") and after
                 flags = flags_of(module, *after[:1] if has_tasks else ())

@@ -9,16 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import venv
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT
+from helpers import COMMANDS, ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 USE = """
 import torch
 from transformers import AutoModelForCausalLM

@@ -8,10 +8,9 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 
 import pytest
-from helpers import ROOT
+from helpers import COMMANDS
 
 from essm_train.analyze import AnalyzeArguments
 from essm_train.arguments import ModelArguments, RunArguments, as_words, parse_arguments
@@ -21,8 +20,6 @@ from essm_train.make_pairs import PairsArguments
 from essm_train.publish.arguments import CalibrateArguments, PruneArguments
 from essm_train.reproduce import ReproduceArguments
 from essm_train.sweep import SweepArguments
-
-COMMANDS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
 
 def test_arguments_come_from_files_and_are_overridden(tmp_path):

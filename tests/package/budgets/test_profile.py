@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers import ROOT, SHA, VARIANTS, blocks, captured_warnings, hub_snapshot, random_model
 from huggingface_hub import constants
-from profiles import HERE, THERE, as_here, device, of, profile, quality
+from profiles import BUDGETS, HERE, THERE, as_here, device, of, profile, quality
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import PushToHubMixin
 
@@ -362,9 +362,6 @@ def test_a_saved_model_takes_its_profile_along(tmp_path):
 
 
 # --- The budget curve: drops, and what is marked
-
-
-BUDGETS = (2, 4, 8, 16, 32)
 
 
 def curve(values, higher=False, budgets=BUDGETS) -> BudgetCurve:

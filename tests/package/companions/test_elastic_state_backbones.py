@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from elastic_states import Counting, random_inputs, run
+from elastic_states import FIELDS, Counting, random_inputs, run
 from elastic_states import random_model as elastic_model
 from helpers import randomise, tiny_config
 from transformers import GPT2Config, MambaConfig
@@ -20,7 +20,6 @@ BACKBONES = {
     "elastic": lambda: tiny_config(block="elastic", hidden_size=8, num_hidden_layers=1, num_spectral_channels=4),
     "gpt2": lambda: GPT2Config(n_embd=8, n_layer=1, n_head=2, n_positions=32, vocab_size=8),
 }
-FIELDS = ("readouts", "latents", "proposals", "losses", "refine_depths")
 ATOL = 2e-5  # fp32, where steps and sequences sum in another order
 
 

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from helpers import VARIANTS, assert_close, captured_warnings, filled, level_model, random_ids
+from helpers import VARIANTS, assert_close, blocks, captured_warnings, filled, level_model, random_ids
 from transformers import SynthIDTextWatermarkingConfig, TextStreamer
 
 from modeling_essm import ESSMCache, build_byte_tokenizer
@@ -175,11 +175,11 @@ def test_bad_calls(kwargs, message):
         decode(level_model().train(), random_ids(2, 9), draft_budget=4)
 
 
-@pytest.mark.parametrize("block", ["paper", "elastic", "memory"])
+@blocks
 @torch.no_grad()
 def test_state_lengths(block):
     """Outputs of all positions, the state of the first: as if the rest had not been read."""
-    model, ids = level_model(**VARIANTS[block]), random_ids(3, 12)
+    model, ids = level_model(**block), random_ids(3, 12)
     cache, lengths = filled(model, ids[:, :4]), torch.tensor([1, 7, 5])
     whole = model(ids[:, 4:], past_key_values=cache, state_lengths=lengths).logits
     assert cache.get_seq_length() == 4 + 7
