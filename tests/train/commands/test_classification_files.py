@@ -192,7 +192,9 @@ def test_columns_of_a_pattern_are_those_of_training(arguments, tmp_path):
         2,
     )  # trained further on the other table
     assert load_classification(args).source.samples[0].values[:, 0].tolist() == [1, 2]
-    _, split, _ = load_test(args, ["LABEL_0", "LABEL_1"], read_record(tmp_path))
+    found = load_test(args, ["LABEL_0", "LABEL_1"], read_record(tmp_path))
+    assert found is not None
+    split = found[1]
     assert split.samples[0].values[:, 0].tolist() == [1, 2]
     args.features_column = "k*"
     with pytest.raises(ValueError, match=r"'k\*' does not name column 'x0', which the training data had"):

@@ -153,40 +153,19 @@ def record_of(model: str | None) -> dict[str, Any]:
     return read_record(Path(path).parent) if path else {}
 
 
-def load_test(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> tuple[Reader, Split, list[str] | None]:
+def load_test(
+    args: Any, label_names: Sequence[str], record: dict[str, Any]
+) -> tuple[Reader, Split, list[str] | None] | None:
     """The test split, or else the validation split, that the arguments name, as a trained model reads it.
 
     Args:
         label_names: of the model's classes; they count where they are more than numbers. record: its features.json, if
             it reads features.
     Returns:
-        The reader, the samples, and the names of the classes where the data has any.
+        The reader, the samples, and the names of the classes where the data has any; None without such a split.
     Raises:
         ValueError: as `load_classification`.
     """
-    if (found := _load_test(args, label_names, record)) is None:
-        raise ValueError(
-            f"{args.dataset_name or describe_files(args.test_file)!r} has no split 'test' or 'validation' with labels, "
-            "and rows of 'train' do not show how good a model is"
-        )
-    return found
-
-
-def load_held_out(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> tuple[Split, Any]:
-    """`held_out` and `collate` of `load_classification`; no training row is read where others with labels have files.
-
-    Args and errors are those of `load_test`.
-    """
-    if (args.test_file or args.validation_file) and (found := _load_test(args, label_names, record)) is not None:
-        return found[1], functools.partial(collate, found[0])
-    data = load_classification(args, named(label_names))
-    return data.held_out, data.collate
-
-
-def _load_test(
-    args: Any, label_names: Sequence[str], record: dict[str, Any]
-) -> tuple[Reader, Split, list[str] | None] | None:
-    """As `load_test`; None where there is no such split."""
     wanted, names = {"test": args.test_samples, "validation": args.validation_samples}, named(label_names) or []
     columns = record.get("columns")
     found = ((_open(args, split, names, columns), count) for split, count in wanted.items())
@@ -199,6 +178,17 @@ def _load_test(
         reader.take(record)
     split, _ = _held_out(args, opened, reader, len(label_names), count)
     return reader, split, opened.names or None
+
+
+def load_held_out(args: Any, label_names: Sequence[str], record: dict[str, Any]) -> tuple[Split, Any]:
+    """`held_out` and `collate` of `load_classification`; no training row is read where others with labels have files.
+
+    Args and errors are those of `load_test`.
+    """
+    if (args.test_file or args.validation_file) and (found := load_test(args, label_names, record)) is not None:
+        return found[1], functools.partial(collate, found[0])
+    data = load_classification(args, named(label_names))
+    return data.held_out, data.collate
 
 
 def _open(

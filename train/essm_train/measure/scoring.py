@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
+from accelerate import PartialState
+from accelerate.utils import reduce
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
@@ -96,18 +97,11 @@ def hold_out_blocks(
     labels = text_labels(input_ids, special_ids)
     num_bytes = (labels[:, 1:] != -100).sum(1).double() * bytes_per_token
 
-    shared, starts = Accelerator(), range(0, len(input_ids), batch_size)
-
     def score(model: PreTrainedModel, K: int) -> tuple[Tensor, Tensor]:
-        if shared.num_processes == 1:
-            return block_nats(model, input_ids, labels, K, batch_size) / math.log(2), num_bytes
-        nats = torch.zeros(len(input_ids), dtype=torch.float64)
-        for i in even_shares(len(starts), shared.process_index, shared.num_processes):
-            part = slice(starts[i or 0], starts[i or 0] + batch_size)
-            found = block_nats(model, input_ids[part], labels[part], K, batch_size)
-            if i is not None:  # else it only keeps step with the other processes
-                nats[part] = found
-        return shared.reduce(nats.to(model.device), "sum").cpu() / math.log(2), num_bytes
+        def nats(rows: slice) -> Tensor:
+            return block_nats(model, input_ids[rows], labels[rows], K, batch_size)
+
+        return _shared_out(nats, len(input_ids), batch_size, model.device) / math.log(2), num_bytes
 
     description = f"{description}; {len(input_ids)} blocks of {input_ids.shape[1]} tokens"
     inputs = {"input_ids": input_ids[:batch_size]}
@@ -122,36 +116,46 @@ def hold_out_samples(
 ) -> HeldOut:
     """Hits among samples, for classifiers; processes share them out, and every one must score.
 
-    Each makes the same number of forward passes, as sharded weights need, and gets all hits.
-
     Args:
         collate: samples to the model's inputs and labels, as CPU tensors. batch_size: samples per forward pass.
     """
-    shared, samples = Accelerator(), split.samples
-    starts = range(0, len(samples), batch_size)
+    samples = split.samples
 
-    def inputs(start: int) -> dict[str, Tensor]:
-        batch = collate([samples[row] for row in range(start, min(start + batch_size, len(samples)))])
+    def inputs(rows: slice) -> dict[str, Tensor]:
+        batch = collate([samples[row] for row in range(len(samples))[rows]])
         return {name: value for name, value in batch.items() if name != "labels"}
 
     @torch.no_grad()
     def score(model: PreTrainedModel, K: int) -> tuple[Tensor, Tensor]:
-        hits = torch.zeros(len(samples), device=model.device)
-        for i in even_shares(len(starts), shared.process_index, shared.num_processes):
-            start = starts[i or 0]
-            batch = {name: value.to(model.device) for name, value in inputs(start).items()}
+        def hits(rows: slice) -> Tensor:
+            batch = {name: value.to(model.device) for name, value in inputs(rows).items()}
             logits = run_at_budget(model, batch, K).logits
-            if i is not None:  # else it only keeps step with the other processes
-                hit = logits.argmax(-1) == split.labels[start : start + len(logits)].to(logits.device)
-                hits[start : start + len(hit)] = hit.float().where(logits.isfinite().all(-1), math.nan)
-        hits = shared.reduce(hits, "sum").cpu().double()
-        return hits, torch.ones_like(hits)
+            hit = logits.argmax(-1) == split.labels[rows].to(logits.device)
+            return hit.float().where(logits.isfinite().all(-1), math.nan)
+
+        found = _shared_out(hits, len(samples), batch_size, model.device)
+        return found, torch.ones_like(found)
 
     def longest() -> int:
         return max(len(part) for sample in samples for part in sample[:-1])
 
     description = f"{description}; {split.name}"
-    return HeldOut(ACCURACY, score, inputs(0), longest, description, AutoModelForSequenceClassification)
+    first = inputs(slice(batch_size))
+    return HeldOut(ACCURACY, score, first, longest, description, AutoModelForSequenceClassification)
+
+
+def _shared_out(score: Callable[[slice], Tensor], count: int, batch_size: int, device: torch.device) -> Tensor:
+    """(count,) float64 on the CPU: what `score` gives for the rows of each batch, on every process.
+
+    Each process makes the same number of calls, as sharded weights need.
+    """
+    run, batches = PartialState(), [slice(first, first + batch_size) for first in range(0, count, batch_size)]
+    found = torch.zeros(count, dtype=torch.float64)
+    mine = [(i, score(batches[i or 0])) for i in even_shares(len(batches), run.process_index, run.num_processes)]
+    for i, values in mine:  # nothing above waits for the device
+        if i is not None:  # else it only kept step with the other processes
+            found[batches[i]] = values.cpu().double()
+    return found if run.num_processes == 1 else reduce(found.to(device), "sum").cpu()
 
 
 @torch.no_grad()

@@ -142,7 +142,12 @@ def open_held_out(args: CalibrateArguments, config: dict[str, Any]) -> HeldOut:
         max_length=record.get("max_length", max_length),
         frame_length=record.get("frame_length"),
     )
-    reader, split, names = load_test(arguments, class_names(saved), record)
-    check_weights(arguments, saved, reader, len(names or saved.id2label), names)
     title = args.dataset_name or ", ".join(Path(path).name for path in args.test_file or [])
+    if (found := load_test(arguments, class_names(saved), record)) is None:
+        raise ValueError(
+            f"{title!r} has no split 'test' or 'validation' with labels, and rows of 'train' do not show how good a "
+            "model is"
+        )
+    reader, split, names = found
+    check_weights(arguments, saved, reader, len(names or saved.id2label), names)
     return hold_out_samples(split, functools.partial(collate, reader), args.eval_batch_size, title)
