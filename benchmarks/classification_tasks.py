@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from essm_train.baselines.models import BaselineForSequenceClassification
 from essm_train.data.classification import load_classification
-from essm_train.data.rows import collate
+from essm_train.data.rows import Split, collate
 from essm_train.data.samples import MapSamples
-from essm_train.models import run_at_budget
+from essm_train.measure.scoring import hold_out_samples
 from essm_train.tasks.catalog import ROOT, make_arguments
 from modeling_essm import ESSMForSequenceClassification
 
@@ -166,22 +166,14 @@ def train_and_score(
     source, size = MapSamples(loaded.data.source.samples, args.seed), args.per_device_train_batch_size
     device = next(model.parameters()).device
 
-    def batch_of(samples: Any) -> dict[str, Tensor]:
-        return {name: value.to(device) for name, value in collated(samples).items()}
-
     def next_batch() -> dict[str, Tensor]:
-        return batch_of(source.load(source.draw(size)))
+        return {name: value.to(device) for name, value in collated(source.load(source.draw(size))).items()}
 
-    @torch.inference_mode()
-    def score(model: nn.Module, budgets: Sequence[int] = (1,)) -> dict[str, float]:
-        wrong = dict.fromkeys(budgets, 0)
-        model.eval()
-        for first in range(0, len(loaded.test), TEST_BATCH):
-            inputs = batch_of(loaded.test[first : first + TEST_BATCH])
-            labels = inputs.pop("labels")
-            for K in budgets:
-                wrong[K] += int((run_at_budget(model, inputs, K).logits.argmax(-1) != labels).sum())
-        return {str(K): errors / len(loaded.test) for K, errors in wrong.items()}
+    split = Split(loaded.test, torch.tensor([sample.label for sample in loaded.test]), "test")
+    held_out = hold_out_samples(split, collated, TEST_BATCH, loaded.data.description)
+
+    def score(model: Any, budgets: Sequence[int] = (1,)) -> dict[str, float]:
+        return {str(K): 1 - held_out.value(model.eval(), K) for K in budgets}
 
     return sweeps.train(model, next_batch, args, size, "samples", **options), score
 

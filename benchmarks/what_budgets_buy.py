@@ -96,12 +96,12 @@ def horizons(filter_length: int, kind: str) -> dict[str, Any]:
     return {"filter_length": filter_length, "response": kind, "level": LEVELS[kind], "horizon": shown, "growth": growth}
 
 
-def readout_errors(filter_length: int, band: float, tau: int, noise: float = NOISE) -> dict[str, float]:
+def readout_errors(filter_length: int, band: float, tau: int) -> dict[str, float]:
     """Relative error of the best linear read-out of x(t - tau) from K features of noise up to `band` cycles a step.
 
     With real c, E |x(t - tau) - sum_k c_k (phi_k * x)(t)|^2 is the mean over the noise's frequencies of
-    |e^{-i w tau} - sum_k c_k Phi_k(w)|^2, here at those of the 2 H evenly spaced ones. White noise of variance `noise`
-    on the input adds noise |c|^2, as the filters are orthonormal: without it, differences of nearly equal features
+    |e^{-i w tau} - sum_k c_k Phi_k(w)|^2, here at those of the 2 H evenly spaced ones. White noise of variance NOISE
+    on the input adds NOISE |c|^2, as the filters are orthonormal: without it, differences of nearly equal features
     would tell all of a smooth signal's past.
     """
     steps = np.arange(filter_length + 1) / (2 * filter_length)
@@ -112,7 +112,7 @@ def readout_errors(filter_length: int, band: float, tau: int, noise: float = NOI
     response = root[:, None] * np.fft.rfft(phi, 2 * filter_length, axis=0)[inside]  # (F, K)
     wanted = root * np.exp(-2j * np.pi * steps[inside] * tau)
     target = np.concatenate([wanted.real, wanted.imag, np.zeros(max(BUDGETS))])
-    matrix = np.concatenate([response.real, response.imag, math.sqrt(noise) * np.eye(max(BUDGETS))])
+    matrix = np.concatenate([response.real, response.imag, math.sqrt(NOISE) * np.eye(max(BUDGETS))])
     errors = {}
     for K in BUDGETS:
         solution = np.linalg.lstsq(matrix[:, :K], target, rcond=None)[0]

@@ -373,7 +373,7 @@ class ModelArguments(RunArguments):
         return {name: value for name, value in super().identity().items() if name not in shape}
 
 
-def hybrid_layers(num_layers: int, attention_every: int, kind: str = "full_attention") -> list[str]:
+def hybrid_layers(num_layers: int, attention_every: int, kind: str) -> list[str]:
     """`layer_types` in which the middle layer of every so many attends.
 
     Raises:

@@ -135,6 +135,15 @@ def write_json(path: Path, record: Any, indent: int = 2) -> None:
     write_text(path, json.dumps(record, indent=indent) + "\n")
 
 
+def recorded(path: Path) -> dict[str, Any]:
+    """The table that `write_json` left there; empty where there is none, or a damaged one."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def write_figure(path: Path, figure: Figure, dpi: int = 150) -> None:
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=dpi)

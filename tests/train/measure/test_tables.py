@@ -67,7 +67,7 @@ def test_models_of_one_budget_each_are_a_line_together():
     costs = cost_tables(experiment, rows)
     assert costs.startswith("\nAR-STU:\n\nOne model, 'ES-SSM', against 2 fixed ones")
     assert "| seconds of training | 21 | 21 | 42 | 16 | 1/2.6 |" in costs
-    ours, theirs = panels_of(experiment, rows, figures_of(experiment))
+    ours, theirs = panels_of(experiment, rows, figures_of(experiment), {})
     assert list(ours["novels"]) == ["ES-SSM", "AR-STU, a model each"] and list(theirs) == ["the paper, PG19"]
     assert ours["novels"]["AR-STU, a model each"].values == (2.5, 2.2)
 
@@ -97,15 +97,15 @@ def test_costs_and_quality_by_hand():
 
 
 def test_every_reduced_task_says_how_it_differs():
-    text = departures(TASKS, "small")
+    text = departures(TASKS, "small", {}, {})
     assert text.count("Small scale: ") == len(TASKS)
     assert "max_length 512 for 4096" in text and "eval_steps" not in text
-    text = departures(["retrieval"], "medium", {"retrieval": "pairs of passages"})
+    text = departures(["retrieval"], "medium", {"retrieval": "pairs of passages"}, {})
     assert text.startswith("- retrieval: the official files")
     assert "  Substitute data: pairs of passages.\n  Medium scale: hidden_size 128 for that of essm-lra-r" in text
-    assert "Small scale" not in departures(TASKS, "full")
+    assert "Small scale" not in departures(TASKS, "full", {}, {})
     for scale in ("small", "full"):
-        assert "max_steps 10 for 50000" in departures(["smnist"], scale, given={"max_steps": 10})
+        assert "max_steps 10 for 50000" in departures(["smnist"], scale, {}, {"max_steps": 10})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from essm_train.files import write_json
+from essm_train.files import recorded, write_json
 from essm_train.measure.plots import metric_axis
 from essm_train.measure.scoring import HeldOut
 from essm_train.models import capacity_of
@@ -99,10 +99,7 @@ def measure_ratios(
         ValueError: `path` has figures of another identity.
     """
     partial: dict[str, Any] = {"identity": json.loads(json.dumps(identity)), "values": {}}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = partial  # nothing, or something damaged: all is measured
+    found = recorded(path) or partial  # nothing, or something damaged: all is measured
     if differ := [name for name, value in partial["identity"].items() if found["identity"].get(name) != value]:
         theirs, ours = ({name: x["identity"].get(name) for name in differ} for x in (found, partial))
         if not overwrite:

@@ -11,7 +11,6 @@ import re
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -169,7 +168,7 @@ def _cost_table(name: str, evaluation: Evaluation, training: Mapping[str, Any], 
 
 
 def panels_of(
-    experiment: Experiment, collected: Collected, paper: Figures, substitutes: Collection[str] = ()
+    experiment: Experiment, collected: Collected, paper: Figures, substitutes: Collection[str]
 ) -> tuple[Panels, Panels]:
     """Curves of a panel a task, ours and the paper's of the same names; the paper's on other data in a panel alone.
 
@@ -193,12 +192,7 @@ def panels_of(
     return ours, theirs
 
 
-def departures(
-    tasks: Sequence[str],
-    scale: str,
-    substitutes: Mapping[str, str] = MappingProxyType({}),
-    given: Mapping[str, Any] = MappingProxyType({}),
-) -> str:
+def departures(tasks: Sequence[str], scale: str, substitutes: Mapping[str, str], given: Mapping[str, Any]) -> str:
     """In what a run of each task at that scale departs from the official one, as a Markdown list.
 
     Args:

@@ -34,6 +34,7 @@ from essm_train.files import (
     claim,
     delete,
     publish,
+    recorded,
     set_aside,
     sha256_of,
     write_json,
@@ -277,11 +278,7 @@ def delete_run(accelerator: Accelerator, args: RunArguments) -> None:
 
 def _has_own_best(output_dir: Path, identity: dict[str, Any]) -> bool:
     """Whether the best model there is of this run, killed before its first checkpoint."""
-    try:
-        saved = json.loads((output_dir / BEST / f"{BEST}.json").read_text(encoding="utf-8"))["identity"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-    return saved == json.loads(json.dumps(identity))
+    return recorded(output_dir / BEST / f"{BEST}.json").get("identity") == json.loads(json.dumps(identity))
 
 
 def find_run(accelerator: Accelerator, args: RunArguments, identity: dict[str, Any]) -> Path | None:

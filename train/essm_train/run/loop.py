@@ -13,13 +13,12 @@ The best model has the best mean of the validation metric over `eval_budgets`; t
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from essm_train.arguments import ModelArguments, RunArguments
 from essm_train.baselines.config import BaselineConfig
 from essm_train.data.samples import SampleSource, prefetched, share_of
-from essm_train.files import set_aside, write_json
+from essm_train.files import recorded, set_aside, write_json
 from essm_train.measure.budget_sweep import save_sweep, sweep_budgets
 from essm_train.measure.scoring import HeldOut, Metric
 from essm_train.models import capacity_of, run_part
@@ -133,8 +132,7 @@ def train_and_sweep(accelerator: Accelerator, args: ModelArguments, task: Task) 
     finished_before = run.resume()
     ran_on = hardware(accelerator)
     if finished_before:  # on another machine, maybe
-        with suppress(OSError, ValueError, LookupError):
-            ran_on = json.loads((output_dir / "training.json").read_text(encoding="utf-8"))["hardware"]
+        ran_on = recorded(output_dir / "training.json").get("hardware", ran_on)
     run.perform_updates()
     run.keep_model(finished_before)
     if accelerator.is_main_process:
@@ -518,11 +516,7 @@ class _Run:
         """Why this run's best weights are not in `best`, "" if they are. They may be deleted, or replaced by those of
         later updates, from before the run went back to an earlier checkpoint."""
         folder, best = self.output_dir / BEST, self.progress.best_update
-        try:
-            found = json.loads((folder / f"{BEST}.json").read_text(encoding="utf-8"))["update"]
-        except (OSError, ValueError, LookupError, TypeError):
-            found = None
-        if found == best:
+        if (found := recorded(folder / f"{BEST}.json").get("update")) == best:
             return ""
         held = f"holds the weights of update {found}" if found else "is not there"
         return f"{folder} {held}, and the best ones of this run, of update {best}, are gone"
@@ -536,11 +530,8 @@ class _Run:
 
     def _is_saved(self, folder: Path) -> bool:
         """Whether the model there has seen this update, and is the best or the last one as asked for."""
-        try:
-            record = json.loads((self.output_dir / "training.json").read_text(encoding="utf-8"))
-            found = record["updates"], record["arguments"]["load_best_model_at_end"]
-        except (OSError, ValueError, LookupError, TypeError):
-            return False
+        record = recorded(self.output_dir / "training.json")
+        found = record.get("updates"), record.get("arguments", {}).get("load_best_model_at_end")
         wanted = self.progress.update, self.args.load_best_model_at_end
         return found == wanted and any(folder.glob("*.safetensors"))
 

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 WALL, CELL, DOOR = 0, 1, 2  # a door is closed; an open one is a cell
 VIEW = 5
 SIDE = VIEW // 2
+OPENINGS, DOORS = 0.1, 0.08  # shares of walls between two cells that are opened, and of corridors with a door
 MOVES = ((-1, 0), (0, 1), (1, 0), (0, -1))
 FEATURES = 3 * VIEW**2 + 2 + 5  # kinds of cells, offset of the goal, the last action or none
 READOUTS = VIEW**2
 FAR = 1e6
 
 
-def make_maze(rng: np.random.Generator, n: int, openings: float = 0.1, doors: float = 0.08) -> np.ndarray:
+def make_maze(rng: np.random.Generator, n: int) -> np.ndarray:
     """Kinds of cells (n, n): a spanning tree of the odd cells, some walls opened, some corridors with a door.
 
     Raises:
@@ -49,11 +50,11 @@ def make_maze(rng: np.random.Generator, n: int, openings: float = 0.1, doors: fl
         else:
             path.pop()
     for r, c in np.argwhere(maze[1:-1, 1:-1] == WALL) + 1:
-        if (r % 2) != (c % 2) and rng.random() < openings:  # between two cells
+        if (r % 2) != (c % 2) and rng.random() < OPENINGS:  # between two cells
             maze[r, c] = CELL
     for r, c in np.argwhere(maze == CELL):
         free = [maze[r + dr, c + dc] == CELL for dr, dc in MOVES]
-        if free in ([True, False, True, False], [False, True, False, True]) and rng.random() < doors:
+        if free in ([True, False, True, False], [False, True, False, True]) and rng.random() < DOORS:
             maze[r, c] = DOOR
     return maze
 
