@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from essm_train.tasks import chains, mazes
+from . import chains, mazes
 
 SET_ASIDE = 6  # every such training chain is for validation
 Depths = Callable[[Tensor], Any]  # of which positions (B,) are difficult now: refine_depth, or None for the gate's own
@@ -79,7 +79,7 @@ def stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Repair:
-    """Loops of real protein chains (`essm_train.tasks.chains`); the metric is the energy, the lower the better.
+    """Loops of real protein chains (`benchmarks.chains`); the metric is the energy, the lower the better.
 
     Beside the chain as it was read every model is told how far it has drifted: where the chain as read is, less where
     its own ends.
@@ -158,7 +158,7 @@ class Repair:
 
 
 class Maze:
-    """Mazes of 11 x 11 (`essm_train.tasks.mazes`); the metric is the share of unseen ones that are not solved.
+    """Mazes of 11 x 11 (`benchmarks.mazes`); the metric is the share of unseen ones that are not solved.
 
     Beside what it sees every model is told what it said before of the cells in view, and of which it said something.
     """

@@ -5,11 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import elastic_states
+from benchmarks import chains, elastic_states
 from benchmarks.elastic_measures import AROUND, Flops, around_events, auroc, controls, flops_of, rank_correlation, told
 from benchmarks.elastic_states import IN_USE, ROWS, Settings, summarise
 from benchmarks.elastic_tasks import SET_ASIDE, Maze, Measured, Repair, gate
-from essm_train.tasks import chains
 
 SMALL = Settings("", 1, batch_size=2, latent_size=8, hidden_size=8)
 

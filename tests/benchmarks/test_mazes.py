@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from essm_train.tasks import mazes
-from essm_train.tasks.mazes import CELL, DOOR, MOVES, SIDE, VIEW, WALL, ValueConsistency, Walk, costs_and_values
+from benchmarks import mazes
+from benchmarks.mazes import CELL, DOOR, MOVES, SIDE, VIEW, WALL, ValueConsistency, Walk, costs_and_values
 
 
 def graph(maze):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tiny_chains import helix, pdb_line, write_chains
 
-from essm_train.tasks import chains
-from essm_train.tasks.chains import BOND, WINDOW, RepairEnergy, collate, disturb, draw, internal
+from benchmarks import chains
+from benchmarks.chains import BOND, WINDOW, RepairEnergy, collate, disturb, draw, internal
 
 
 def test_a_chain_is_read_up_to_a_break_a_second_model_and_alternatives(tmp_path):
