@@ -44,7 +44,7 @@ def main(args: EvaluateArguments) -> None:
 
     from essm_train.measure.evaluation import evaluate_models, open_task
     from essm_train.measure.plots import draw_curves
-    from essm_train.measure.timing import machine
+    from essm_train.measure.timing import machine, working_device
 
     output_dir = Path(args.output_dir or Path(args.models[0]).parent / "evaluation")
     claim(output_dir, [f"evaluation.{kind}" for kind in ("json", "md", "png")], overwrite=args.overwrite)
@@ -52,8 +52,7 @@ def main(args: EvaluateArguments) -> None:
     evaluation = evaluate_models(args.models, task, args.budgets, args.trust_remote_code)
     print(f"{task.description}\n\n{evaluation.markdown()}")
     context = {"task": args.task, "scale": args.scale, "data": task.description, "models": args.models}
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    context |= machine(device) | {"threads": torch.get_num_threads()}
+    context |= machine(working_device()) | {"threads": torch.get_num_threads()}
     figure = draw_curves({args.task: evaluation.curve})
     write_figure(output_dir / "evaluation.png", figure)  # first: a kill while it is drawn leaves no file
     write_text(output_dir / "evaluation.md", f"{task.description}\n\n{evaluation.markdown()}")

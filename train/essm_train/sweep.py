@@ -42,21 +42,19 @@ class SweepArguments:
 
 def main(args: SweepArguments) -> None:
     """Sweep a saved model."""
-    import torch
     from transformers import PreTrainedConfig
 
     from essm_train.data.tokens import encoder_beside
     from essm_train.measure.budget_sweep import SWEEP_FILES, save_sweep, sweep_budgets
     from essm_train.measure.evaluation import load_for, open_text
+    from essm_train.measure.timing import working_device
 
     output_dir = Path(args.output_dir)
     claim(output_dir, SWEEP_FILES, overwrite=args.overwrite)
     block_size = args.block_size or min(512, PreTrainedConfig.get_config_dict(args.model)[0].get("filter_length", 512))
     texts, encoder = args.text_files, encoder_beside(args.model)
     held_out = open_text(texts, encoder, block_size, args.max_blocks, args.batch_size, args.text_column)
-    model = load_for(held_out, args.model, args.trust_remote_code)
-    if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
+    model = load_for(held_out, args.model, args.trust_remote_code).to(working_device())
     sweep = sweep_budgets(model, held_out, args.budgets)
     print(sweep.table())
     # Published beside a model, so without places of this machine.

@@ -26,6 +26,7 @@ from essm_train.evaluate import EvaluateArguments
 from essm_train.measure import evaluation, pruning
 from essm_train.measure.evaluation import Evaluation, evaluate_models, load_for, open_task, open_text
 from essm_train.measure.scoring import ACCURACY, BITS_PER_BYTE, HeldOut, hold_out_samples
+from essm_train.measure.timing import machine, working_device
 from modeling_essm import ESSMForSequenceClassification, build_byte_tokenizer
 from modeling_essm.budgets.curve import BudgetCurve
 
@@ -48,6 +49,13 @@ def test_seeds_are_summarised():
     better = summary(((0.5, 0.885, 0.9),), ACCURACY).curve
     assert better.retention == pytest.approx((0.5 / 0.9, 0.885 / 0.9, 1.0)) and better.errors == (0, 0, 0)
     assert (better.sweet_spot, better.collapse_boundary) == (4, 4)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_a_torch_that_was_built_for_a_gpu_evaluates_without_one(monkeypatch):
+    monkeypatch.setattr(torch._C, "_accelerator_getAccelerator", lambda: torch.device("cuda"))
+    assert torch.accelerator.current_accelerator().type == "cuda"
+    assert working_device().type == "cpu" and machine(working_device())["gpu"] is None
 
 
 def test_language_models_are_evaluated_at_every_budget(tmp_path, monkeypatch):

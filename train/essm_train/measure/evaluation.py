@@ -26,7 +26,7 @@ from essm_train.data.tokens import Encoder, encoder_beside, file_of
 from essm_train.files import sha256_of
 from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.scoring import HeldOut, hold_out_blocks, hold_out_samples
-from essm_train.measure.timing import peak_memory
+from essm_train.measure.timing import peak_memory, working_device
 from essm_train.models import budgets_to_measure, capacity_of, load_model, run_at_budget
 from essm_train.tasks import retrieval
 from essm_train.tasks.catalog import get_task, make_arguments
@@ -190,9 +190,7 @@ def evaluate_models(
     sweeps: list[BudgetCurve] = []
     peaks, active = [], []
     for folder in folders:
-        model = load_for(held_out, folder, trust_remote_code)
-        if torch.accelerator.is_available():
-            model.to(torch.accelerator.current_accelerator())
+        model = load_for(held_out, folder, trust_remote_code).to(working_device())
         capacity = capacity_of(model)
         wanted = budgets_to_measure(model, budgets)
         batch = {name: value.to(model.device) for name, value in held_out.inputs.items()}

@@ -31,7 +31,13 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 def pick_device(name: str) -> torch.device:
+    """That of --device; "auto" is a GPU with CUDA, or the CPU."""
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def working_device() -> torch.device:
+    """The accelerator, if this machine has one that torch was built for; else the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 @contextlib.contextmanager

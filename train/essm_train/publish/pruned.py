@@ -19,7 +19,7 @@ from essm_train.data.tokens import Encoder, encoder_beside, file_of
 from essm_train.files import alone_in, claim, filling, sha256_of, write_figure, write_json, write_text
 from essm_train.measure.evaluation import load_for, open_task, open_text
 from essm_train.measure.pruning import PruningCurve, measure_ratios
-from essm_train.measure.timing import machine
+from essm_train.measure.timing import machine, working_device
 from essm_train.models import capacity_of
 from essm_train.publish.arguments import PruneArguments
 from essm_train.publish.hub import TOKENIZER_FILES
@@ -74,8 +74,7 @@ def _prune(args: PruneArguments, output_dir: Path, partial: Path) -> None:
         data = open_text(args.text_files, encoder, args.block_size, args.max_blocks)
     batches = calibration(args, encoder) if encoder and args.calibration_files else None
     model = load_for(data, args.model, args.trust_remote_code)
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is not None and device.type != "mps":  # which has no fp64
+    if (device := working_device()).type != "mps":  # which has no fp64
         model.to(device)
     print(f"{describe(model)}\n{data.description}\n")
     options = {name: getattr(args, name) for name in ("bidirectional", "granularity", "horizon")}
