@@ -33,6 +33,7 @@ from transformers import TorchAoConfig
 
 from essm_train.measure.timing import decoder
 from modeling_essm import ESSMForCausalLM
+from modeling_essm.training.budget_dropout import clip_budgets
 
 from . import common
 from .decoding import prefill
@@ -81,7 +82,7 @@ def load(folder: Path, K: int | None) -> dict[str, Any]:
 def compute_table(args: argparse.Namespace) -> dict[str, Any]:
     small = {"hidden_size": 32, "num_hidden_layers": 2} if args.quick else {}
     config = common.configuration(args.config, **small)
-    budgets = common.clipped(BUDGETS, config)
+    budgets = clip_budgets(BUDGETS, config.num_spectral_channels)
     prompt, length, steps = (64, 32, 4) if args.quick else (args.prompt, args.length, 32)
     settings = {"prompt": prompt, "length": length, "batch": 1, "threads": 1, "rounds": args.rounds}
     _, report = common.start("budget_cost", args, config, **settings)
@@ -120,7 +121,7 @@ def read(model: ESSMForCausalLM, ids: Tensor, K: int) -> None:
 def loading_table(args: argparse.Namespace) -> dict[str, Any]:
     sizes = {"hidden_size": 1024, "num_hidden_layers": 8} if args.config is None else {}
     config = common.configuration(args.config, **({"hidden_size": 64, "num_hidden_layers": 2} if args.quick else sizes))
-    budgets = [*common.clipped((2,) if args.quick else BUDGETS, config), None]
+    budgets = [*clip_budgets((2,) if args.quick else BUDGETS, config.num_spectral_channels), None]
     _, report = common.start("budget_cost_loading", args, config, rounds=args.rounds)
     with tempfile.TemporaryDirectory() as temporary:
         folder, small = Path(temporary, "whole"), Path(temporary, "small")

@@ -88,11 +88,6 @@ def name_of(model: Path) -> str:
     return folder.parent.name if folder.name == "model" else folder.name
 
 
-def clipped(budgets: Sequence[int], config: ESSMConfig) -> list[int]:
-    """The budgets that a model has; the capacity in the place of larger ones."""
-    return list(dict.fromkeys(min(K, config.num_spectral_channels) for K in budgets))
-
-
 def weight_bytes(model: ESSMForCausalLM, K: int) -> int:
     """Bytes of the weights that a decoding step at budget K reads, but for the embedding's row."""
     read = model.num_active_parameters(K)

@@ -30,6 +30,7 @@ from transformers import StaticCache
 from essm_train.measure.timing import decode, decoder
 from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
 from modeling_essm.decoding import compile_decoding
+from modeling_essm.training.budget_dropout import clip_budgets
 
 from . import common
 from .training_step import make_models
@@ -106,7 +107,7 @@ def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
     contexts = args.contexts or ([256, 1024] if args.quick else [1024, 16384, 65536])
     batches = args.batches or ([1] if args.quick else [1, 16])
     config = common.configuration(args.config, filter_length=131072, **({"num_hidden_layers": 2} if args.quick else {}))
-    budgets = common.clipped([4, 32] if args.quick else [2, 4, 8, 32], config)
+    budgets = clip_budgets([4, 32] if args.quick else [2, 4, 8, 32], config.num_spectral_channels)
     steps = 8 if args.quick else 64
     settings = {"contexts": contexts, "batches": batches, "budgets": budgets, "steps": steps}
     device, report = begin("decoding", config, args, **settings)
@@ -135,7 +136,7 @@ def contexts_table(args: argparse.Namespace) -> dict[str, Any]:
 
 def limit_table(args: argparse.Namespace) -> dict[str, Any]:
     config = common.configuration(args.config, **({"num_hidden_layers": 2, "hidden_size": 64} if args.quick else {}))
-    budgets = common.clipped([2, 32] if args.quick else [2, 4, 8, 16, 32], config)
+    budgets = clip_budgets([2, 32] if args.quick else [2, 4, 8, 16, 32], config.num_spectral_channels)
     device, report = begin("decoding_limit", config, args, batch=1, budgets=budgets, backend=args.backend)
     gpu = device.type == "cuda"
     eager = make_model(config, device)
@@ -184,7 +185,7 @@ def peers_table(args: argparse.Namespace) -> dict[str, Any]:
     report["parameters"] = {name: model.num_parameters() for name, model in models.items()}
     rows: dict[str, tuple[str, int | None]] = {}
     for name in dict.fromkeys((configured, "ES-SSM")):
-        rows |= {f"{name} K={K}": (name, K) for K in common.clipped((4, 32), models[name].config)}
+        rows |= {f"{name} K={K}": (name, K) for K in clip_budgets((4, 32), models[name].config.num_spectral_channels)}
     rows |= {label: (label.split(",")[0], None) for label in ("Llama", "Llama, static cache", "Mamba-2")}
     report["results"] = []
     with common.threads(1):
@@ -221,7 +222,7 @@ def prompt_table(args: argparse.Namespace) -> dict[str, Any]:
     chunk = 128 if args.quick else 8192
     small = {"num_hidden_layers": 2, "hidden_size": 32} if args.quick else {}
     config = common.configuration(args.config, filter_length=512 if args.quick else max(*lengths, 1 << 20), **small)
-    (K,) = common.clipped([4], config)
+    K = min(4, config.num_spectral_channels)
     device, report = begin("decoding_prompt", config, args, budget=K, chunk=chunk, threads=torch.get_num_threads())
     model = make_model(config, device)
     ids = torch.randint(0, 256, (1, lengths[-1]), generator=torch.Generator().manual_seed(0)).to(device)

@@ -30,6 +30,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import LlamaConfig
 
+from essm_train.baselines.sizes import count_parameters
 from essm_train.files import write_figure
 from modeling_essm import ESSMConfig
 from modeling_essm.companions import ElasticStateConfig, ElasticStateModel, distillation_loss
@@ -151,10 +152,7 @@ def matched_config(config: Any, kind: str, share: float) -> Any:
         given = {"feedback": False, "metric": "diagonal", "backbone_config": backbone}
         return ElasticStateConfig(**{k: v for k, v in (config.to_dict() | given).items() if k != "auto_map"})
 
-    def count(config: Any) -> int:
-        with torch.device("meta"):
-            return ElasticStateModel(config).num_parameters()
-
+    count = functools.partial(count_parameters, model_class=ElasticStateModel)
     target, found, unit = share * count(config), [], 4 if kind == "transformer" else 8  # one for each channel
     for width in (16, 24, 32, 40, 48, 56, 64):
         least, more = count(sized(width, 8)), count(sized(width, 8 + unit))  # linear in the inner width

@@ -41,7 +41,7 @@ from essm_train.baselines.models import BaselineForCausalLM, BaselinePreTrainedM
 from essm_train.files import write_figure
 from essm_train.models import capacity_of, run_at_budget
 from modeling_essm import ESSMConfig, ESSMForCausalLM, ESSMModel
-from modeling_essm.training.budget_dropout import Part
+from modeling_essm.training.budget_dropout import Part, clip_budgets
 
 from . import common, sweeps
 from .matched_models import TOLERANCE, Row, matched_config
@@ -346,7 +346,7 @@ def budgets_of_rows(budgets: Sequence[int], count: int, rng: np.random.Generator
 
 def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[str, Any]:
     count, number, tasks = batch_size(task, settings.positions), iter(range(settings.updates)), tasks_of_updates(task)
-    budgets = sorted({min(K, capacity_of(model)) for K in settings.budgets} | {capacity_of(model)})
+    budgets = clip_budgets((*settings.budgets, capacity_of(model)), capacity_of(model))
     fields: dict[str, Any] = {"max_steps": settings.updates, "learning_rate": run.rate, "seed": run.seed}
 
     def next_batch() -> dict[str, Tensor]:
@@ -362,7 +362,7 @@ def train(model: nn.Module, task: Task, settings: Settings, run: Run) -> dict[st
     args = RunArguments(**fields, budget_schedule="full")
     length = statistics.fmean(task.length for task in tasks)
     found = sweeps.train(model, next_batch, args, count * length, forward=forward)
-    return found | {"trained_budgets": budgets}
+    return found | {"trained_budgets": [*budgets]}
 
 
 @torch.inference_mode()

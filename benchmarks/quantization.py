@@ -22,6 +22,7 @@ from essm_train.data.tokens import ByteEncoder
 from essm_train.measure.evaluation import open_text
 from essm_train.measure.timing import decoder
 from modeling_essm import ESSMConfig, ESSMForCausalLM
+from modeling_essm.training.budget_dropout import clip_budgets
 
 from . import common
 from .decoding import prefill
@@ -44,7 +45,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     int8 = {"dtype": torch.float32, "quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}
     formats = {"fp32": {"dtype": torch.float32}, "bf16": {"dtype": torch.bfloat16}, "int8": int8}
     calls, report["results"] = {}, []
-    budgets = common.clipped(BUDGETS, ESSMConfig.from_pretrained(args.model))
+    budgets = clip_budgets(BUDGETS, ESSMConfig.from_pretrained(args.model).num_spectral_channels)
     with common.threads(1), torch.no_grad():
         for name, options in formats.items():
             row: dict[str, Any] = {"format": name, "bits_per_byte": {}, "bytes": {}}

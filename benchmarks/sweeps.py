@@ -31,7 +31,7 @@ from essm_train.models import capacity_of, run_part
 from essm_train.run.loop import make_schedule
 from essm_train.run.steps import check_finite, make_optimizer, make_scheduler, update
 from modeling_essm import ESSMForCausalLM
-from modeling_essm.training.budget_dropout import Part, budget_losses
+from modeling_essm.training.budget_dropout import Part, budget_losses, clip_budgets
 
 from . import common
 from .matched_models import Row
@@ -155,7 +155,7 @@ def train(
 def measure(
     model: Any,
     trained: dict[str, Any],
-    score: Callable[[Any, list[int]], dict[str, float]],
+    score: Callable[[Any, Sequence[int]], dict[str, float]],
     budgets: Sequence[int],
     metric: str,
     length: int = 0,
@@ -165,8 +165,8 @@ def measure(
     sizes = {name: getattr(model.config, name) for name in SIZES if hasattr(model.config, name)}
     record = {"parameters": sum(p.numel() for p in model.parameters()), "sizes": sizes, **trained}
     capacity = capacity_of(model)
-    full = sorted({min(K, capacity) for K in (*(getattr(model.config, "trained_budgets", None) or budgets), capacity)})
-    record[metric] = None if trained["diverged"] else score(model, full)
+    measured = clip_budgets((*(getattr(model.config, "trained_budgets", None) or budgets), capacity), capacity)
+    record[metric] = None if trained["diverged"] else score(model, measured)
     if length and isinstance(model, ESSMForCausalLM):
         tokens = torch.zeros(1, length, dtype=torch.int64, device=model.device)
         with torch.no_grad():

@@ -35,7 +35,7 @@ from transformers.utils.import_utils import is_mamba_2_ssm_available
 
 from essm_train.baselines.mamba import by_chunks
 from modeling_essm import ESSMConfig, ESSMForCausalLM
-from modeling_essm.training.budget_dropout import budget_schedule
+from modeling_essm.training.budget_dropout import budget_schedule, clip_budgets
 
 from . import common
 
@@ -128,7 +128,7 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
     configured = "ES-SSM" if args.config is None else common.name_of(args.config)
     rows: dict[str, tuple[str, int | None]] = {"Llama": ("Llama", None), "Mamba-2": ("Mamba-2", None)}
     for name in dict.fromkeys(("ES-SSM", configured)):
-        rows |= {f"{name} K={K}": (name, K) for K in common.clipped((4, 32), models[name].config)}
+        rows |= {f"{name} K={K}": (name, K) for K in clip_budgets((4, 32), models[name].config.num_spectral_channels)}
     steps = {name: make_step(model, args.batch, args.length) for name, model in models.items()}
     calls = {label: functools.partial(steps[name], K) for label, (name, K) in rows.items()}
     for call in calls.values():
@@ -146,7 +146,7 @@ def models_table(args: argparse.Namespace) -> dict[str, Any]:
 def essm_table(args: argparse.Namespace) -> dict[str, Any]:
     device, report = begin("training_step_essm", args)
     model = new_model(args, device)
-    budgets = common.clipped((4,) if args.quick else (2, 4, 8, 16, 32), model.config)
+    budgets = clip_budgets((4,) if args.quick else (2, 4, 8, 16, 32), model.config.num_spectral_channels)
     checkpointed = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # the same weights
     checkpointed.gradient_checkpointing_enable()
     torch._dynamo.reset()  # or the length would be compiled as one that varies

@@ -21,6 +21,7 @@ from essm_train.models import capacity_of, check_vocabulary, make_config, make_m
 from essm_train.run.accelerator import open_run
 from essm_train.run.loop import Task, train_and_sweep
 from modeling_essm import ESSMForCausalLM
+from modeling_essm.training.budget_dropout import clip_budgets
 
 SAMPLE_BUDGETS = (2, 4, 32)
 
@@ -113,7 +114,7 @@ def show_samples(args: CLMArguments, model: PreTrainedModel, prompt_ids: Tensor)
         return
     print(f"--- prompt ---\n{prompt}")
     inputs = inputs.to(model.device)
-    for K in sorted({min(K, capacity_of(model)) for K in SAMPLE_BUDGETS}):
+    for K in clip_budgets(SAMPLE_BUDGETS, capacity_of(model)):
         set_seed(0)
         ids = model.generate(**inputs, spectral_budget=K, max_new_tokens=200, do_sample=True, temperature=0.7)
         text = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
