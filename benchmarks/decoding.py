@@ -21,6 +21,7 @@ import argparse
 import copy
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -152,7 +153,7 @@ def limit_table(args: argparse.Namespace) -> dict[str, Any]:
 
 @torch.inference_mode()
 def measure_limit(
-    models: dict[str, ESSMForCausalLM], memory: Tensor, budgets: list[int], rounds: int
+    models: dict[str, ESSMForCausalLM], memory: Tensor, budgets: Sequence[int], rounds: int
 ) -> list[dict[str, Any]]:
     """A row for each budget; that compiled steps do not differ, `compile_decoding` has checked."""
     token = torch.zeros(1, 1, dtype=torch.long, device=memory.device)

@@ -232,7 +232,7 @@ def draw(report: dict[str, Any]) -> Figure:
     left.set(xlabel="milliseconds a byte", ylabel="bits per byte, held out (lower is better)")
     right.set(xlabel="millions of weights that a byte reads")
     for axes in (left, right):
-        axes.set_xlim(0, 1.1 * axes.get_xlim()[1])
+        axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
         axes.margins(y=0.12)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
