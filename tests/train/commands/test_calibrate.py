@@ -260,6 +260,8 @@ def test_an_own_classifier_of_text_is_calibrated_with_its_own_tokenizer(tmp_path
 
 BAD_ARGUMENTS = {
     "nothing": ([], "give text_files or .*, one of them, got none"),
+    "scale": (["--text_files", "text.txt", "--scale", "small"], "scale needs task"),
+    "block": (["--test_file", "a.csv", "--block_size", "64"], "block_size needs text_files"),
     "block-long": (["--text_files", "text.txt", "--block_size", "513"], r"block_size must be in \[2, 512\].*got 513"),
     "prompt": (["--text_files", "text.txt", "--prompt_length", "449"], r"prompt_length must be in \[1, 448\].*got 449"),
     "decode": (["--text_files", "text.txt", "--decode_tokens", "512"], r"decode_tokens must be in \[1, 511\].*got 512"),

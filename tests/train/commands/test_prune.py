@@ -147,6 +147,7 @@ def test_mambas_with_calibration_text(make, texts, tmp_path):
         ({"amount": 0.5, "step": 0.0}, r"step must be in \[0.001, 0.5\], got 0.0"),
         ({"amount": 0.5, "method": "best"}, "method must be one of aire, .*got 'best'"),
         ({"amount": 0.5, "task": "smnist"}, "give task or text_files"),
+        ({"amount": 0.5, "data_dir": "data"}, "data_dir needs task"),
     ],
 )
 def test_bad_arguments(saved, texts, tmp_path, changes, message):

@@ -56,7 +56,7 @@ class CalibrateArguments:
         given = [name for name in names if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"give {' or '.join(names)}, one of them, got {', '.join(given) or 'none'}")
-        check_needed(self, dataset_config_name="dataset_name")
+        check_needed(self, dataset_config_name="dataset_name", data_dir="task", scale="task", block_size="text_files")
         check_at_least(self, 1, "decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads")
         check_at_least(self, 1, "batch_sizes", "budgets")
         check_at_least(self, 2, "block_size")
@@ -131,6 +131,7 @@ class PruneArguments:
         for one, other in (("amount", "max_loss"), ("task", "text_files")):
             values = getattr(self, one), getattr(self, other)
             refuse({f"give {one} or {other}, got {values[0]} and {values[1]}": values.count(None) != 1})
+        check_needed(self, data_dir="task", scale="task")
         check_within(self, "(0, 1)", "amount")
         check_within(self, "[0.001, 0.5]", "step")
         check_at_least(self, 0, "max_loss", "seed")
