@@ -19,6 +19,7 @@ from helpers import COMMANDS, ROOT, random_model
 from modeling_essm import build_byte_tokenizer
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CARDS = [ROOT / "hub_configs" / name for name in ("README.md", "essm-novels-6m/README.md")]
 SCRIPT = re.compile(r"\b(?:train|examples|docs)/[\w/]+\.(?:py|sh)\b")
 COMMAND = re.compile(
     rf"(?:-m )((?:essm_train|benchmarks)\.\w+)|(?<![\w/-])({'|'.join(sorted(COMMANDS, reverse=True))})(?![\w-])"
@@ -63,7 +64,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *CARDS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run(page, folder):
     code = "\n".join(blocks(page, "python"))
     if not code:
