@@ -79,6 +79,19 @@ def test_a_deadline_is_drawn_beside_full_size(quick, tmp_path):
     assert (tmp_path / "report.png").stat().st_size > 5_000
 
 
+def test_contexts_that_cannot_be_are_refused(tmp_path, capsys):
+    """Peers' steps are checked on 128 tokens, and every model's on its last ones."""
+    (tmp_path / "text.txt").write_text("text " * 60)
+    texts = ["--train_file", tmp_path / "text.txt", "--text_files", tmp_path / "text.txt"]
+    for benchmark, options, legal in (
+        (decoding, ["--table", "peers", "--contexts", 127], "at least 128, got 127"),
+        (released, ["--writer", MODEL, *texts, "--context", 6], "above 6 and below the"),
+    ):
+        with pytest.raises(SystemExit):
+            benchmark.main([*map(str, options)])
+        assert legal in capsys.readouterr().err
+
+
 def test_wrong_results_are_refused():
     assert common.require_close("same", torch.ones(4), torch.ones(4), 1e-6) == 0.0
     for wrong in (torch.zeros(4), torch.full((4,), torch.nan)):
