@@ -56,10 +56,10 @@ class CalibrateArguments:
         given = [name for name in names if getattr(self, name)]
         if len(given) != 1:
             raise ValueError(f"give {' or '.join(names)}, one of them, got {', '.join(given) or 'none'}")
-        check_needed(self, dataset_config_name="dataset_name", data_dir="task", scale="task", block_size="text_files")
         check_at_least(self, 1, "decode_tokens", "rounds", "max_blocks", "eval_batch_size", "prompt_length", "threads")
         check_at_least(self, 1, "batch_sizes", "budgets")
         check_at_least(self, 2, "block_size")
+        check_needed(self, dataset_config_name="dataset_name", data_dir="task", scale="task", block_size="text_files")
 
 
 @dataclass
