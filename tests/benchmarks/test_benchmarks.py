@@ -79,6 +79,15 @@ def test_a_deadline_is_drawn_beside_full_size(quick, tmp_path):
     assert (tmp_path / "report.png").stat().st_size > 5_000
 
 
+def test_steps_are_held_against_the_weights_of_their_budget(quick, monkeypatch):
+    taken = set()
+    monkeypatch.setattr(decoding, "decode", lambda model, cache, token, K, steps: taken.add((model, K)))
+    rows = quick(decoding, "--table", "limit", "--backend", "eager")["results"]
+    assert {K for _, K in taken} == {2, 32} and len(taken) >= 4  # eager and compiled
+    weights = {(row["budget"], row["weight_bytes"]) for row in rows}
+    assert len(weights) == 2 and min(weights)[1] < max(weights)[1]
+
+
 def test_contexts_that_cannot_be_are_refused(tmp_path, capsys):
     """Peers' steps are checked on 128 tokens, and every model's on its last ones."""
     (tmp_path / "text.txt").write_text("text " * 60)

@@ -16,6 +16,7 @@ from essm_train.files import (
     alone_in,
     claim,
     filling,
+    recorded,
     replacing,
     set_aside,
     write_json,
@@ -37,6 +38,15 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
         temporary.write_text("new")
         assert path.read_bytes() == "é".encode()
     assert path.read_text() == "new" and os.listdir(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("damaged", [None, b"", b'{"a": 1', b"\xff", b"[1]"], ids=str)
+def test_a_record_is_read_or_there_is_none(damaged, tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    assert recorded(path) == {"a": 1}
+    path.unlink() if damaged is None else path.write_bytes(damaged)
+    assert recorded(path) == {}
 
 
 def test_a_folder_is_set_aside(tmp_path):
