@@ -7,6 +7,7 @@ Timing and memory are those of `essm_train.measure.timing`, under the same names
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from essm_train.files import check_writable, write_json
+from essm_train.files import check_writable, refuse_replacing, write_json
 from essm_train.measure.timing import machine, paired, peak_memory, pick_device, ratio, spread, threads, timed  # noqa: F401
 from modeling_essm import ESSMConfig, ESSMForCausalLM
 
@@ -47,7 +48,7 @@ def parser(description: str | None, rounds: int | None = 7, on_cpu: bool = False
     else:
         p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--quick", action="store_true", help="few and small shapes, to see that it runs")
-    p.add_argument("--out", type=Path, help=f"JSON file; default {REPORTS}/<name>[_<config>]-<device>.json")
+    p.add_argument("--out", type=Path, help=f"new JSON file; by default in {REPORTS}")
     if rounds is not None:
         p.add_argument(
             "--rounds", type=positive, default=rounds, help="paired; long ones stop after three (see `paired`)"
@@ -161,20 +162,27 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_output(args: argparse.Namespace) -> None:
-    """Raises ValueError, or OSError, where --out cannot be written."""
+    """Raises ValueError where --out cannot be written, or it or its figure is there already."""
     if args.out:
         check_writable(args.out.parent)
-        if args.out.is_dir():
-            raise ValueError(f"--out must be a file, got the folder {args.out}")
+        found = [path.name for path in (args.out, args.out.with_suffix(".png")) if path.exists()]
+        refuse_replacing(found, args.out.parent, flag="")
 
 
 def start(
-    name: str, args: argparse.Namespace, model: ESSMConfig | None = None, **settings: Any
+    name: str,
+    args: argparse.Namespace,
+    model: ESSMConfig | None = None,
+    measured_on: Mapping[str, Any] | None = None,
+    continues: bool = False,
+    **settings: Any,
 ) -> tuple[torch.device, dict[str, Any]]:
-    """Print and return the device and the report that `finish` writes.
+    """Print and return the device and the report that `finish` writes; `args.report` becomes its path.
 
     Args:
         model: what is measured, of which the settings tell whose configuration it is, and its shape.
+        measured_on: the machine, unless it is this one.
+        continues: whether --out may be there already.
     """
     device = pick_device(args.device)
     if model is not None:
@@ -182,32 +190,36 @@ def start(
         shape |= {"capacity": model.num_spectral_channels, "filter_length": model.filter_length}
         config = "paper" if args.config is None else name_of(args.config)
         settings = {"config": config, "block": model.block, **shape} | settings
-    check_output(args)
+    if not continues:
+        check_output(args)
     report: dict[str, Any] = {
         "benchmark": name,
-        "machine": machine(device),
+        "machine": measured_on or machine(device),
         "settings": {"quick": args.quick, **settings},
     }
+    args.report = new_path(report, args)
     for part in ("machine", "settings"):
         print(f"{part}: " + ", ".join(f"{k} {v}" for k, v in report[part].items() if v is not None), flush=True)
     return device, report
 
 
-def report_path(report: dict[str, Any], args: argparse.Namespace) -> Path:
-    """--out, or a name that tells benchmark, configuration (but for the paper's) and device; its folder exists."""
+def new_path(report: dict[str, Any], args: argparse.Namespace) -> Path:
+    """--out, or a free name that tells benchmark, configuration (but for the paper's) and device; its folder exists."""
+    if args.out:
+        return args.out
     kind = (report["machine"]["gpu"] or "cpu").lower().replace(" ", "-")
     config = report["settings"].get("config", "paper")
     name = report["benchmark"] + ("" if config == "paper" else f"_{config}")
-    path = args.out or REPORTS / f"{name}-{kind}{'-quick' if args.quick else ''}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path
+    name += f"-{kind}{'-quick' if args.quick else ''}"
+    REPORTS.mkdir(parents=True, exist_ok=True)
+    paths = (REPORTS / f"{name}{'' if n == 1 else f'-{n}'}.json" for n in itertools.count(1))
+    return next(path for path in paths if not path.exists())
 
 
 def finish(report: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Print the results, write the JSON in one move, return the report."""
     if isinstance(report["results"], list):
         table(report["results"])
-    path = report_path(report, args)
-    write_json(path, report, indent=1)
-    print(f"written: {path}")
+    write_json(args.report, report, indent=1)
+    print(f"written: {args.report}")
     return report

@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         if len(part := steps[steps[:, 0] // seconds == i])
     ]
     report["series"] = {name: binned(steps) for name, steps in taken.items()}
-    draw(report, common.report_path(report, args).with_suffix(".png"))
+    draw(report, args.report.with_suffix(".png"))
     return common.finish(report, args)
 
 

@@ -361,9 +361,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if any(r["task"] == "repair" for r in records) and Path(args.data_dir, "protein_chains").is_dir():
         report["references"] = Repair(args.data_dir, records[0]["settings"]["test_count"]).references()
         print(f"\nthe chains of repair themselves: {report['references']}")
-    path = common.report_path(report, args)
     for name, figure in {"": draw_rows(report["results"]), "_depths": draw_depths(report["results"])}.items():
-        write_figure(path.with_name(f"{path.stem}{name}.png"), figure, dpi=110)
+        write_figure(args.report.with_name(f"{args.report.stem}{name}.png"), figure, dpi=110)
     return common.finish(report, args)
 
 

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         p.error(f"--model must be the folder of a saved model, and {args.model} has no config.json")
     args.model = args.model and args.model.resolve()
     _, report = common.start("gpu_all", args, seconds=args.seconds)
-    end, path = time.monotonic() + args.seconds, common.report_path(report, args)
+    end = time.monotonic() + args.seconds
     results = report["results"] = {name: {"status": "not begun"} for name in args.parts}
     for name in args.parts:
         command, limit = PARTS[name]
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             print(f"{name}: {command}", flush=True)
             results[name] = run_part(name, min(limit, left), args)
             print(f"{name}: {results[name]['status']}, {results[name]['seconds']:.0f} s", flush=True)
-        write_json(path, report, indent=1)
+        write_json(args.report, report, indent=1)
     return common.finish(report, args)
 
 

@@ -11,13 +11,15 @@ At the end held-out bits per byte are measured, of the elastic models at every s
 
 Small models leave a GPU waiting for its next call. So a whole update is captured as a CUDA graph and replayed, several
 times as fast: data, budgets, rates and losses lie on the device, in tables that the graph walks through. A CPU makes
-the same updates one by one. A model that fails is noted with its error, and the next one begins.
+the same updates one by one. A model that fails is noted with its error, and the next one begins. With the --out of an
+earlier run of the same settings only those models run that it lacks.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import time
 import traceback
@@ -278,6 +280,13 @@ class Run:
                 code.unlink()
 
 
+def is_done(task: Task, results: dict[str, Any], saved: Path | None) -> bool:
+    """Whether an earlier run has the model's bits and, where models are saved, its folder."""
+    result = results.get(task.label, {})
+    whole = saved is None or task.kind in PEERS or (saved / task.label).is_dir()
+    return whole and "bits_per_byte" in result and "failed" not in result
+
+
 def outputs_of(model: Any, ids: Tensor, budget: int | ResolvedBudget | None) -> Any:
     """`loss`, () mean nats of the next byte, and `logits` (B, L, V)."""
     options = {} if budget is None else {"spectral_budget": budget}
@@ -312,12 +321,20 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         tasks = tasks_of(args)
         if len({task.label for task in tasks}) < len(tasks):
             raise ValueError(f"--configs must be folders of different names, got {[*map(str, args.configs)]}")
+        held = json.loads(args.out.read_text(encoding="utf-8")) if args.out and args.out.exists() else {}
+        results = held.get("results", {})
+        tasks = [task for task in tasks if not is_done(task, results, args.save)]
         if args.save:
             claim(args.save, [task.label for task in tasks if task.kind not in PEERS], flag="")
     except ValueError as error:
         p.error(str(error))
     told = ("updates", "seconds", "one_pass", "first_bytes", "batch", "length", "learning_rate", "windows")
-    device, report = common.start("gpu_train", args, **{name: getattr(args, name) for name in told})
+    settings = {name: getattr(args, name) for name in told}
+    device, report = common.start("gpu_train", args, continues=bool(held), **settings)
+    for part in ("machine", "settings") if held else ():
+        if held.get(part) != report[part]:
+            p.error(f"--out is a report of other {part}, {held.get(part)}: choose another file")
+    report["results"] = results
     begun = time.monotonic()
     ids = to_stream(read_files([str(args.train_file)]), ByteEncoder())[0][: args.first_bytes]
     stream = torch.from_numpy(ids.astype("int16"))
@@ -327,7 +344,6 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     windows = Windows(stream.to(device), args.length, args.batch, args.one_pass)
     if args.one_pass and not windows.updates:
         p.error(f"--batch must be at most the {len(windows.order)} blocks of the text, got {args.batch}")
-    path, results = common.report_path(report, args), report.setdefault("results", {})
     for task in tasks:
 
         def tell(text: str, label: str = task.label) -> None:
@@ -342,18 +358,19 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         try:
             run = Run(task, windows, args.learning_rate, device)
             result = results[task.label] = run.train(args.updates, args.seconds, tell)
-            write_json(path, report, indent=1)
-            if args.save and task.kind not in PEERS:
-                run.save(args.save / task.label)
+            write_json(args.report, report, indent=1)
             budgets = run.schedule.budgets if run.schedule else (None,)
             result["bits_per_byte"] = {str(K): held_out.value(run.model.eval(), K or 1) for K in budgets}
+            write_json(args.report, report, indent=1)
+            if args.save and task.kind not in PEERS:
+                run.save(args.save / task.label)
         except Exception as error:  # out of memory, say
             traceback.print_exc(limit=-4)
             results.setdefault(task.label, {})["failed"] = (
                 f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
             )
         run = None  # type: ignore[assignment]
-        write_json(path, report, indent=1)
+        write_json(args.report, report, indent=1)
         common.table([{"model": task.label} | results[task.label]])
     return common.finish(report, args)
 

@@ -461,7 +461,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         result["recalled"] = pairs_recalled(result, records)
         result["pairs_held"] = pairs_held(result["recalled"])
     if recalls:
-        write_figure(common.report_path(report, args).with_suffix(".png"), draw(recalls), dpi=130)
+        write_figure(args.report.with_suffix(".png"), draw(recalls), dpi=130)
     return common.finish(report, args)
 
 

@@ -355,10 +355,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     elif "texts" in record:
         report["texts"] = record["texts"]
     report["floors"] = floors(train, held_out)
-    path = common.report_path(report, args)
-    write_figure(path.with_suffix(".png"), draw(report))
+    write_figure(args.report.with_suffix(".png"), draw(report))
     if "texts" in report:
-        write_figure(path.with_name(f"{path.stem}_texts.png"), draw_texts(report))
+        write_figure(args.report.with_name(f"{args.report.stem}_texts.png"), draw_texts(report))
     print(markdown(report))
     common.table([report["floors"]])
     return common.finish(report, args)

@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     report["results"], report["certificates"] = summarise(records), over_truth(records)
     common.table(report["certificates"])
     if report["results"]:  # a run that diverged has none
-        write_figure(common.report_path(report, args).with_suffix(".png"), draw(report["results"]))
+        write_figure(args.report.with_suffix(".png"), draw(report["results"]))
     return common.finish(report, args)
 
 

@@ -327,9 +327,7 @@ def run(name: str, args: argparse.Namespace, sweep: Sweep) -> tuple[list[dict[st
     records = collect(args.runs_dir, args.only, args.tasks, args.seeds, args.rates)
     records.sort(key=lambda r: (tasks.index(t) if (t := r.get("task", "")) in tasks else len(tasks), t))
     settings = {"quick": args.quick} | records[0]["settings"]
-    report = common.start(name, args, **settings)[1]
-    report["machine"] = records[0]["machine"]  # of a run, not of whoever makes the table
-    return records, report
+    return records, common.start(name, args, measured_on=records[0]["machine"], **settings)[1]
 
 
 def choose_task(tasks: Mapping[str, Any], name: str, **fields: Any) -> Any:

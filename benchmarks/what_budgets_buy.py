@@ -180,7 +180,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for rows in (*results["analytic"].values(), results["trained"]):
         common.table(rows)
     figure = draw(results, delays, filter_length)
-    write_figure(common.report_path(report, args).with_suffix(".png"), figure, dpi=130)
+    write_figure(args.report.with_suffix(".png"), figure, dpi=130)
     return common.finish(report | {"results": results}, args)
 
 

@@ -1,6 +1,7 @@
 # Copyright 2026 The ES-SSM authors. Licensed under the Apache License, Version 2.0.
 """Data that several benchmarks are tested on, and how one is run small."""
 
+import itertools
 import json
 
 import datasets
@@ -24,9 +25,10 @@ def one_thread():
 def quick(tmp_path, monkeypatch, capsys):
     """Runs a benchmark from end to end on tiny sizes; its report, as written."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    numbers = itertools.count()
 
     def run(module, *arguments):
-        path = tmp_path / "report.json"
+        path = tmp_path / f"report{next(numbers) or ''}.json"
         with pytest.raises(SystemExit):
             module.main(["-h"])
         rounds = ["--rounds", "1"] if "--rounds" in capsys.readouterr().out else []

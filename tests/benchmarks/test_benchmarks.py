@@ -57,6 +57,20 @@ def test_a_benchmark_writes_its_report(quick, tmp_path, name):
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]  # no partial file stays
 
 
+def test_a_report_replaces_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "REPORTS", tmp_path / "reports")
+    for _ in range(3):
+        args = common.parser("").parse_args(["--device", "cpu", "--quick"])
+        report = common.start("mine", args)[1]
+        common.finish(report | {"results": []}, args)
+    names = {path.name for path in (tmp_path / "reports").iterdir()}
+    assert names == {"mine-cpu-quick.json", "mine-cpu-quick-2.json", "mine-cpu-quick-3.json"}
+    (tmp_path / "kept.png").touch()
+    for path in (tmp_path / "reports" / "mine-cpu-quick.json", tmp_path / "kept.json", tmp_path / "kept.png" / "json"):
+        with pytest.raises(ValueError, match=r"did not write|cannot be written"):
+            common.start("mine", common.parser("").parse_args(["--device", "cpu", "--out", str(path)]))
+
+
 def test_peers_decode_from_the_context_at_their_budget(quick):
     """A smaller budget keeps less; Llama's cache grows with what was read, one with room is larger, others stay."""
     report = quick(decoding, "--table", "peers", "--contexts", 128, 160)

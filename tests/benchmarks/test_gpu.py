@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import re
 import subprocess
@@ -90,10 +91,12 @@ def train(tmp_path, monkeypatch):
         monkeypatch.setattr(gpu_train, name, count)
     pq.write_table(pa.table({"text": ["the cat sat on the mat. " * 15] * 2}), tmp_path / "text.parquet")
 
+    numbers = itertools.count()
+
     def train(*arguments):
         files = [part for name in ("train", "text") for part in (f"--{name}_file", str(tmp_path / "text.parquet"))]
         size = ["--batch", "4", "--length", "61", "--windows", "2", "--learning_rate", "0.01"]
-        options = [*size, "--configs", str(CONFIG), "--out", str(tmp_path / "report.json"), *arguments]
+        options = [*size, "--configs", str(CONFIG), "--out", str(tmp_path / f"report-{next(numbers)}.json"), *arguments]
         return gpu_train.main(["--device", "cpu", "--quick", *files, *options])["results"]
 
     return train
@@ -139,6 +142,36 @@ def test_a_model_that_fails_costs_the_others_nothing(train, monkeypatch):
     results = train("--seconds", "0.5", "--models", "llama", "elastic", "--first_bytes", "200")
     assert results.pop(f"{CONFIG.name}-llama")["updates"] > 0
     assert [*results.values()] == [{"failed": "ZeroDivisionError: division by zero"}]
+
+
+def test_an_interrupted_run_continues(train, tmp_path, monkeypatch, capsys):
+    options = ["--updates", "2", "--models", "elastic", "llama", "--save", str(tmp_path)]
+    options += ["--out", str(tmp_path / "out.json")]
+    make, save = gpu_train.make_model, gpu_train.Run.save
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    def held():
+        return json.loads((tmp_path / "out.json").read_text())["results"]
+
+    monkeypatch.setattr(gpu_train.Run, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(*options)
+    first = held()
+    monkeypatch.setattr(gpu_train.Run, "save", save)
+    monkeypatch.setattr(gpu_train, "make_model", lambda task: interrupted() if task.kind == "llama" else make(task))
+    with pytest.raises(KeyboardInterrupt):
+        train(*options)
+    second = held()
+    assert [*first] == [*second] == [CONFIG.name]  # trained again, since its folder was not there
+    assert first[CONFIG.name]["seconds"] != second[CONFIG.name]["seconds"] and (tmp_path / CONFIG.name).is_dir()
+    monkeypatch.setattr(gpu_train, "make_model", make)
+    results = train(*options)
+    assert [*results] == [CONFIG.name, f"{CONFIG.name}-llama"] and results[CONFIG.name] == second[CONFIG.name]
+    with pytest.raises(SystemExit):
+        train(*options, "--learning_rate", "0.02")
+    assert "--out is a report of other settings" in capsys.readouterr().err and held() == results
 
 
 def test_the_first_of_several_limits_ends_a_training(train):
