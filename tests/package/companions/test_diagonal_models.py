@@ -157,6 +157,32 @@ def test_bad_inputs():
             given(ids, position_ids=torch.arange(3))
 
 
+@pytest.mark.parametrize(
+    ("positions", "mask", "packed"),
+    [
+        ([0, 1, 2, 3, 4], [1, 1, 1, 1, 1], False),
+        ([3, 4, 5, 6, 7], [1, 1, 1, 1, 1], False),  # goes on from a cache
+        ([1, 1, 0, 1, 2], [0, 0, 1, 1, 1], False),  # padding in front
+        ([0, 1, 1, 1, 2], [1, 1, 0, 0, 1], False),  # and within
+        ([0, 1, 2, 1, 1], [1, 1, 1, 0, 0], False),
+        ([0, 1, 2, 0, 1], [1, 1, 1, 1, 1], True),
+        ([0, 1, 3, 4, 5], [1, 1, 1, 1, 1], True),
+        ([0, 1, 2, 0, 1], [1, 1, 0, 1, 1], True),  # the second sequence begins behind padding
+        ([0, 1, 0, 0, 1], [0, 1, 0, 1, 1], True),
+        ([0, 1, 2, 0, 0], [0, 0, 1, 1, 1], True),
+        ([0, 1, 2, 0, 2], [1, 1, 1, 0, 1], True),  # as far as before
+    ],
+)
+def test_positions_of_packed_sequences_are_refused(positions, mask, packed):
+    model, ids = diagonal_model("s5"), ids_of(2, 5)
+    given = {"position_ids": torch.tensor([positions]), "attention_mask": torch.tensor([mask, mask])}
+    if not packed:
+        assert torch.equal(model(ids, **given).logits, model(ids, attention_mask=given["attention_mask"]).logits)
+        return
+    with pytest.raises(ValueError, match="position_ids tells of packed sequences, which are not supported"):
+        model(ids, **given)
+
+
 # --- The cache
 
 
