@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .spectral_budget import ResolvedBudget, SpectralBudget, spectral_layers
 from .spectral_ops import SpectralOperator
 
+# What the library calls the cache of a call, in outputs and in `generate`: "past_key_values" until 5.24.
+CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 # What the meaning of states depends on; fields that a block lacks, or that only attention has, are None.
 _SHAPE = (
     *("num_hidden_layers", "hidden_size", "block", "head_size", "memory_key_size", "memory_value_size"),
@@ -424,6 +427,13 @@ def operator_of(config: Any) -> SpectralOperator:
 def model_shape(config: Any) -> dict[str, Any]:
     """What two models must share for one to read the other's states."""
     return {name: getattr(config, name, None) for name in _SHAPE}
+
+
+def the_cache(cache: Any, past_key_values: Any) -> Any:
+    """The cache of a call under either of its names. Raises ValueError if it has both."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("give past_key_values or cache, two names of one argument, not both")
+    return past_key_values if cache is None else cache
 
 
 def check_cache(cache: Any, config: Any, batch_size: int) -> None:

@@ -141,7 +141,7 @@ class ESSMConfig(PreTrainedConfig):
     model_type = "essm"
     auto_classes: ClassVar = AUTO_MAP
     attribute_map: ClassVar = {"max_position_embeddings": "filter_length"}
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "spectral_budget"]
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "cache", "spectral_budget"]
 
     vocab_size: int = _integer(1, 2**31 - 1, 259)
     hidden_size: int = _integer(1, _WIDTH, 256)

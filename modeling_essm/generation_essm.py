@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.utils import logging
 
-from .cache_essm import ESSMCache, ESSMStaticCache
+from .cache_essm import CACHE, ESSMCache, ESSMStaticCache
 from .spectral_budget import SpectralBudget, of_each_layer, rows_of_samples, spectral_layers
 
 logger = logging.get_logger(__name__)
@@ -129,7 +129,7 @@ class ElasticGenerationMixin(GenerationMixin):
     def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         """As in transformers; a cache that has read all of the prompt is an error."""
         embeds, mask = model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
-        length, cache = (input_ids if embeds is None else embeds).shape[1], model_kwargs.get("past_key_values")
+        length, cache = (input_ids if embeds is None else embeds).shape[1], model_kwargs.get(CACHE)
         held = 0 if cache is None else cache.get_seq_length()
         # New tokens alone come with the mask of all, of which newer libraries keep the length where it masks nothing.
         covered = getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
@@ -146,11 +146,11 @@ class ElasticGenerationMixin(GenerationMixin):
         model_kwargs = kwargs.get("model_kwargs") or {}
         steps, budget = model_kwargs.get("step_budgets"), model_kwargs.get("spectral_budget")
 
-        def at_budget(input_ids: Tensor, use_cache: bool, past_key_values: ESSMCache | None, **options: Any) -> Any:
-            if steps is not None and use_cache and past_key_values is None:
-                past_key_values = steps.make_cache(ESSMCache, self.config)
+        def at_budget(input_ids: Tensor, use_cache: bool, **options: Any) -> Any:
+            if steps is not None and use_cache and options[CACHE] is None:
+                options[CACHE] = steps.make_cache(ESSMCache, self.config)
             options["spectral_budget"] = budget if steps is None else steps.now
-            return self(input_ids, use_cache=use_cache, past_key_values=past_key_values, **options)
+            return self(input_ids, use_cache=use_cache, **options)
 
         for processor in processors:
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
@@ -187,7 +187,7 @@ class ElasticGenerationMixin(GenerationMixin):
         """An ESSMStaticCache, which steps are compiled with, for `cache_implementation="static"`; else an ESSMCache."""
         if generation_config.prefill_chunk_size is not None:
             check_left_padding("prefill_chunk_size", model_kwargs.get("attention_mask"))
-            cache = model_kwargs.get("past_key_values")
+            cache = model_kwargs.get(CACHE)
             if cache is not None and cache.get_seq_length() and not _CHUNKS_GO_ON:
                 raise ValueError(
                     "a cache that has read tokens goes on with prefill_chunk_size from transformers 5.21 on, this is "
@@ -196,11 +196,11 @@ class ElasticGenerationMixin(GenerationMixin):
         kind = generation_config.cache_implementation
         if kind not in (None, "static"):
             logger.warning_once(f"cache_implementation={kind!r} is ignored: the cache of an ES-SSM is an ESSMCache")
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             steps = model_kwargs.get("step_budgets")
             cache_class = ESSMStaticCache if kind == "static" else ESSMCache
             new = cache_class(self.config) if steps is None else steps.make_cache(cache_class, self.config)
-            model_kwargs["past_key_values"] = new
+            model_kwargs[CACHE] = new
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

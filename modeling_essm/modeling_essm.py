@@ -24,7 +24,7 @@ from transformers.utils import ModelOutput, logging
 from transformers.utils.generic import can_return_tuple
 
 from .attention_essm import AttentionCall, ESSMAttention, attention_call
-from .cache_essm import ESSMCache, ESSMCacheLayer, check_cache, check_room, stamp_rows
+from .cache_essm import CACHE, ESSMCache, ESSMCacheLayer, check_cache, check_room, stamp_rows, the_cache
 from .configuration_essm import ESSMConfig
 from .elastic_essm import ESSMElasticMixer
 from .generation_essm import ElasticGenerationMixin
@@ -74,8 +74,9 @@ class _ElasticOutput(ModelOutput):
 
 @dataclass
 class ESSMModelOutput(_ElasticOutput, BaseModelOutputWithPast):
-    """last_hidden_state (B, L, D); past_key_values, an ESSMCache, and hidden_states, (B, L, D) each with the embeddings
-    first, if asked for; spectral_budget, the budget that ran: one int per layer, or (B,) when rows differ."""
+    """last_hidden_state (B, L, D); past_key_values (`cache` from transformers 5.24 on), an ESSMCache, if asked for;
+    hidden_states, (B, L, D) each with the embeddings first, if asked for; spectral_budget, the budget that ran: one int
+    per layer, or (B,) when rows differ."""
 
 
 @dataclass
@@ -421,6 +422,7 @@ class ESSMModel(ESSMPreTrainedModel):
         state_lengths: Tensor | None = None,
         position_ids: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        cache: ESSMCache | None = None,
         **kwargs: Any,
     ) -> ESSMModelOutput:
         """
@@ -429,7 +431,7 @@ class ESSMModel(ESSMPreTrainedModel):
             attention_mask: (B, L) or (B, past + L), 1 for real positions. Masked positions are skipped, wherever they
                 stand and wherever pieces are cut: they change neither other outputs nor the state. Outputs there are
                 undefined. The part for cached positions is not read.
-            past_key_values: ESSMCache to continue from; updated in place.
+            past_key_values: ESSMCache to continue from; updated in place. Or cache, its name in transformers 5.24.
             spectral_budget: K: int in [1, capacity], one per spectral layer, a (B,) integer tensor, a preset or B such.
             state_lengths: (B,) int64 in [0, L]: after how many positions the cache is left; outputs cover all.
             position_ids, seq_idx, cu_seqlens, cu_seq_lens_q: where the sequences of a packed row begin, as collators
@@ -439,7 +441,7 @@ class ESSMModel(ESSMPreTrainedModel):
                 at them), not exactly one input, a cache without room or for packed sequences, or a bad packing.
         """
         refuse_unsupported(kwargs)
-        config, cache = self.config, past_key_values
+        config, cache = self.config, the_cache(cache, past_key_values)
         B, L = check_inputs(config, input_ids, inputs_embeds, input_features)
         budget = config.resolve_budget(spectral_budget, batch_size=B)
         if cache is not None:
@@ -486,9 +488,9 @@ class ESSMModel(ESSMPreTrainedModel):
             cache.advance(L if state_lengths is None or B == 0 else int(state_lengths.max()))
         return ESSMModelOutput(
             last_hidden_state=hidden_states,
-            past_key_values=cache if use_cache else None,
             hidden_states=None if each is None else (embeddings, *each),
             spectral_budget=budget.report(),
+            **{CACHE: cache if use_cache else None},
         )
 
     def _embed(
@@ -578,6 +580,7 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         state_lengths: Tensor | None = None,
         position_ids: Tensor | None = None,  # Trainer drops columns of data that no argument is named after
         seq_idx: Tensor | None = None,
+        cache: ESSMCache | None = None,
         **kwargs: Any,
     ) -> ESSMCausalLMOutput:
         """
@@ -588,17 +591,18 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
             The rest as in `ESSMModel.forward`.
         """
         refuse_unsupported(kwargs)
+        cache = the_cache(cache, past_key_values)
         packing = {name: kwargs.pop(name) for name in PACKING_ARGUMENTS if name in kwargs}
         packing |= {} if position_ids is None else {"position_ids": position_ids}
         packing |= {} if seq_idx is None else {"seq_idx": seq_idx}
-        if self.decoding_steps and not packing and past_key_values is not None and input_ids is not None:
+        if self.decoding_steps and not packing and cache is not None and input_ids is not None:
             hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
             others = (attention_mask, inputs_embeds, labels, hidden, state_lengths)
             if use_cache is not False and all(argument is None or argument is False for argument in others):
                 spectral_budget = self.config.resolve_budget(spectral_budget, batch_size=len(input_ids))
-                if (output := self.decoding_steps.run(self, input_ids, past_key_values, spectral_budget)) is not None:
+                if (output := self.decoding_steps.run(self, input_ids, cache, spectral_budget)) is not None:
                     return output
-        inputs = input_ids, attention_mask, inputs_embeds, None, past_key_values, use_cache, output_hidden_states
+        inputs = input_ids, attention_mask, inputs_embeds, None, cache, use_cache, output_hidden_states
         outputs = self.model(*inputs, spectral_budget, state_lengths, return_dict=True, **packing)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
@@ -608,9 +612,9 @@ class ESSMForCausalLM(ESSMPreTrainedModel, ElasticGenerationMixin):
         return ESSMCausalLMOutput(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             spectral_budget=outputs.spectral_budget,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
     def step(
@@ -660,7 +664,7 @@ class ESSMForSequenceClassification(ESSMPreTrainedModel):
             The rest as in `ESSMModel.forward`.
         """
         refuse_unsupported(kwargs)
-        for name in ("past_key_values", "state_lengths"):
+        for name in ("past_key_values", "cache", "state_lengths"):
             if kwargs.get(name) is not None:
                 raise ValueError(f"a classifier reads whole rows, and takes no {name}")
         B, L = check_inputs(self.config, input_ids, inputs_embeds, input_features)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import logging
 
-from ..cache_essm import ESSMCache, check_cache
+from ..cache_essm import CACHE, ESSMCache, check_cache
 from ..modeling_essm import ESSMCausalLMOutput, check_token_ids, warn_once_of
 from ..spectral_budget import ResolvedBudget, SpectralBudget, is_hybrid
 from ..spectral_constants import _has_reduced_products
@@ -158,7 +158,7 @@ class CompiledSteps:
         cache.set_states(states)
         warn_once_of(model.config, budget, cache.get_seq_length() + 1)
         cache.advance(1)
-        return ESSMCausalLMOutput(logits=logits[:, None], past_key_values=cache, spectral_budget=budget.report())
+        return ESSMCausalLMOutput(logits=logits[:, None], spectral_budget=budget.report(), **{CACHE: cache})
 
     def _is_current(self, model: Any) -> bool:
         """Whether modules and parameters are those that were compiled. The compiled code itself does not check."""

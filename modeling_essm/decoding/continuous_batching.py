@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from ..cache_essm import ESSMCache
+from ..cache_essm import CACHE, ESSMCache
 from ..spectral_budget import SPECTRAL_LAYER, is_hybrid
 
 STATUS = ("waiting", "reading", "running", "finished", "cancelled", "failed")
@@ -285,7 +285,7 @@ class ContinuousBatch:
         if budget not in self._row_bytes:
             with torch.inference_mode():
                 one = torch.zeros(1, 1, dtype=torch.int64, device=self.model.device)
-                cache = self.model(one, use_cache=True, spectral_budget=budget).past_key_values
+                cache = self.model(one, use_cache=True, spectral_budget=budget)[CACHE]
             self._row_bytes[budget] = cache.num_bytes
         return self._row_bytes[budget]
 
@@ -299,7 +299,7 @@ class ContinuousBatch:
                 for _ in range(1 + TIMED_STEPS):  # the first makes the cache
                     start = time.perf_counter()
                     outputs = self._call(ids, cache, budget)
-                    cache = outputs.past_key_values
+                    cache = outputs[CACHE]
                     outputs.logits.argmax(-1).tolist()  # waits for the device
                     times.append(time.perf_counter() - start)
                 fastest.append(min(times[1:]))
@@ -310,7 +310,7 @@ class ContinuousBatch:
         piece = request.input_ids[:, request._read : request._read + self.prefill_chunk_size]
         try:
             out = self._call(piece, request._cache, request.budget)
-            request._cache, request._read = out.past_key_values, request._read + piece.shape[1]
+            request._cache, request._read = out[CACHE], request._read + piece.shape[1]
             if request.unread:
                 self._reading.rotate(-1)
                 return

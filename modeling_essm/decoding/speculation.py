@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.utils import ModelOutput
 
-from ..cache_essm import ESSMCache
+from ..cache_essm import CACHE, ESSMCache
 from ..generation_essm import check_left_padding
 from ..spectral_budget import SpectralBudget, rows_of_samples
 
@@ -111,7 +111,7 @@ def _check(config: Any, model_kwargs: dict[str, Any]) -> None:
             raise ValueError(f"draft_budget cannot be combined with {name}, got {value}")
     if config.use_cache is False:
         raise ValueError("draft_budget needs the states that use_cache=False forbids")
-    if model_kwargs["past_key_values"].get_seq_length() or model_kwargs.get("inputs_embeds") is not None:
+    if model_kwargs[CACHE].get_seq_length() or model_kwargs.get("inputs_embeds") is not None:
         raise ValueError(
             "draft_budget starts from input_ids: give the whole text, no past_key_values, no inputs_embeds"
         )

@@ -20,7 +20,7 @@ import torch.fx.config
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from ..cache_essm import ESSMCache
+from ..cache_essm import CACHE, ESSMCache
 from ..packing import pool
 from ..spectral_budget import SpectralBudget, is_hybrid
 
@@ -93,7 +93,7 @@ def export_programs(
             classify = (_ClassifyIds if F is None else _ClassifyFeatures)(small, budget.layers, max_length)
             return {"classify": _export(classify, (values, mask), ({0: rows, 1: length}, {0: rows, 1: length}))}
         ids = torch.zeros_like(mask)
-        past = small(ids, use_cache=True, spectral_budget=list(budget.layers)).past_key_values
+        past = small(ids, use_cache=True, spectral_budget=list(budget.layers))[CACHE]
         states = {name: torch.zeros_like(state) for name, state in past.states.items()}
         any_state = {name: {0: rows} for name in states}
         prefill_shapes = ({0: rows, 1: length}, {0: rows, 1: length}, any_state)

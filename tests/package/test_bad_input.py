@@ -197,7 +197,7 @@ def test_features():
         random_model(ESSMForSequenceClassification)(input_features=torch.zeros(2, 6, 5))
 
 
-@pytest.mark.parametrize("name", ["past_key_values", "state_lengths"])
+@pytest.mark.parametrize("name", ["past_key_values", "cache", "state_lengths"])
 def test_a_classifier_reads_whole_rows(name):
     with pytest.raises(ValueError, match=f"a classifier reads whole rows, and takes no {name}"):
         random_model(ESSMForSequenceClassification)(IDS, **{name: torch.tensor([3, 3])})

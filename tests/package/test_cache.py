@@ -10,6 +10,8 @@ from helpers import VARIANTS, assert_close, blocks, filled, random_ids, random_m
 
 from modeling_essm import ESSMCache
 
+NAMES = ("past_key_values", "cache")  # until transformers 5.24, and from then on
+
 
 @torch.no_grad()
 def step(model, cache, token, K=None):
@@ -19,6 +21,17 @@ def step(model, cache, token, K=None):
 
 def states(cache):
     return list(cache.states.values())
+
+
+@pytest.mark.parametrize("part", ["language model", "base model"])
+def test_a_cache_goes_by_both_names(part):
+    model, ids = random_model(), random_ids(2, 6)
+    model = model if part == "language model" else model.model
+    caches = [filled(random_model(), ids, 4) for _ in range(2)]
+    one, other = (model(ids[:, :1], spectral_budget=4, **{name: c})[0] for name, c in zip(NAMES, caches))
+    assert torch.equal(one, other) and all(cache.get_seq_length() == 7 for cache in caches)
+    with pytest.raises(ValueError, match="give past_key_values or cache, two names of one argument, not both"):
+        model(ids[:, :1], past_key_values=caches[0], cache=caches[1])
 
 
 # --- Rows

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import AutoModel
 from transformers import initialization as init
 
+from .cache_states import CACHE
+
 Propose = Callable[[int, Tensor], Tensor]  # (t, committed z (B, d)) -> proposal (B, d)
 
 
@@ -93,11 +95,9 @@ class ElasticStateLatent(nn.Module):
         self.proposal = nn.Linear(backbone.hidden_size, config.latent_size)
         arguments = inspect.signature(self.backbone.forward).parameters
         self.has_spectral_budget = "spectral_budget" in arguments
-        names = [name for name in ("past_key_values", "cache_params") if name in arguments]
+        names = [name for name in (CACHE, "cache_params") if name in arguments]
         if not names:
-            raise ValueError(
-                f"a backbone needs past_key_values or cache_params, {type(self.backbone).__name__} has none"
-            )
+            raise ValueError(f"a backbone needs {CACHE} or cache_params, {type(self.backbone).__name__} has none")
         self.cache_name = names[0]
 
     def start(self, features: Tensor, real: Tensor | None, cache: Any, spectral_budget: Any) -> Propose:
@@ -111,7 +111,10 @@ class ElasticStateLatent(nn.Module):
         """
         if real is not None:
             raise ValueError("attention_mask with zeros needs the model's own recurrence, without backbone_config")
-        if self.training and self.feedback is not None and self.cache_name == "cache_params":
+        in_place = getattr(self.backbone, "_is_stateful", False) and type(self.backbone).__module__.startswith(
+            "transformers.models"
+        )
+        if self.training and self.feedback is not None and in_place:
             raise ValueError(
                 f"{type(self.backbone).__name__} writes its state in place, which gradients cannot follow from step to "
                 "step: train with feedback=False"

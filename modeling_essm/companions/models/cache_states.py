@@ -13,6 +13,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+# What the library calls the cache of a call, in outputs and in `generate`: "past_key_values" until 5.24.
+CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 
 
 def tree_map(function: Callable[..., Tensor], *trees: Any) -> Any:

@@ -125,6 +125,13 @@ def refuse_packing(arguments: dict[str, Any], B: int, L: int, real: Tensor | Non
             raise ValueError(f"{name} tells of packed sequences, which are not supported: pad them instead")
 
 
+def the_cache(cache: Any, past_key_values: Any) -> Any:
+    """The cache of a call under either of its names. Raises ValueError if it has both."""
+    if cache is not None and past_key_values is not None:
+        raise ValueError("give past_key_values or cache, two names of one argument, not both")
+    return past_key_values if cache is None else cache
+
+
 def check_cache(cache: Any, made_for: dict[str, Any], batch_size: int) -> None:
     """Raises ValueError for another kind of cache, or one of another model or of other rows."""
     if not hasattr(cache, "made_for"):  # not isinstance: model and cache may come from two copies of the code

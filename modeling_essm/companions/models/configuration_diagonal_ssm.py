@@ -57,7 +57,7 @@ class DiagonalSSMConfig(SavedConfig, PreTrainedConfig):
     """
 
     model_type = "diagonal_ssm"
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "cache"]
 
     vocab_size: int = integer(1, 259)
     num_input_features: int | None = integer(1)

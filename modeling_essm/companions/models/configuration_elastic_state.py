@@ -67,7 +67,7 @@ class ElasticStateConfig(SavedConfig, PreTrainedConfig):
     """
 
     model_type = "elastic_state"
-    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "gradient_calls"]
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "cache", "gradient_calls"]
 
     num_input_features: int = integer(1, 8)
     latent_size: int = integer(1, 32)

@@ -16,8 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.models.auto import modeling_auto
 from transformers.utils.generic import can_return_tuple
 
-from .cache_states import StateCache
-from .checks_states import check_cache, check_inputs, check_mode, read_mask, refuse_packing
+from .cache_states import CACHE, StateCache
+from .checks_states import check_cache, check_inputs, check_mode, read_mask, refuse_packing, the_cache
 from .configuration_diagonal_ssm import DiagonalSSMConfig
 from .mixer_diagonal import MIXERS, DiagonalMixer
 
@@ -118,6 +118,7 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
         past_key_values: StateCache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        cache: StateCache | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """
@@ -126,7 +127,7 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             attention_mask: (B, L) or (B, past + L), 1 for real positions. Masked positions are skipped, wherever they
                 are: they change neither other outputs nor the state. An output there is that of the last real position
                 before it in this call, and undefined where there is none.
-            past_key_values: StateCache to continue from; updated in place.
+            past_key_values: StateCache to continue from; updated in place. Or cache, its name in transformers 5.24.
         Returns:
             BaseModelOutputWithPast: last_hidden_state (B, L, H), past_key_values if asked for, hidden_states a tuple of
             (B, L, H), embeddings first, if asked for.
@@ -134,7 +135,7 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             ValueError: token ids out of range (checked on a CPU), not exactly one input, a mask or a cache that does
                 not fit, a cache for a bidirectional model, packed sequences, or gradient checkpointing with batch norm.
         """
-        config, cache = self.config, past_key_values
+        config, cache = self.config, the_cache(cache, past_key_values)
         recomputes = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if recomputes and config.norm == "batch":
             raise ValueError('gradient checkpointing would move the running statistics of norm="batch" twice')
@@ -184,8 +185,8 @@ class DiagonalSSMModel(DiagonalSSMPreTrainedModel):
             cache.update(states, L, made_for)
         return BaseModelOutputWithPast(
             last_hidden_state=each[-1],
-            past_key_values=cache if use_cache else None,
             hidden_states=(inputs_embeds, *each) if output_hidden_states else None,
+            **{CACHE: cache if use_cache else None},
         )
 
 
@@ -216,6 +217,7 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: StateCache | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """
@@ -226,7 +228,7 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
         Returns:
             CausalLMOutputWithPast: loss () in nats with labels, logits (B, L or logits_to_keep, vocab_size).
         """
-        given = {"past_key_values": past_key_values, "use_cache": use_cache, "return_dict": True}
+        given = {"cache": the_cache(cache, past_key_values), "use_cache": use_cache, "return_dict": True}
         given["output_hidden_states"] = output_hidden_states
         outputs = self.model(input_ids, attention_mask, inputs_embeds, **kwargs | given)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -234,12 +236,12 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
+        return CausalLMOutputWithPast(loss, logits, getattr(outputs, CACHE), outputs.hidden_states)
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         """A StateCache, whatever kind the library would make."""
-        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = StateCache()
+        if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
+            model_kwargs[CACHE] = StateCache()
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

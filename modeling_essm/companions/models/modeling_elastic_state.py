@@ -24,7 +24,7 @@ from transformers.utils.generic import can_return_tuple
 
 from .backbone_elastic_state import ElasticStateLatent, ElasticStateRecurrence
 from .cache_states import StateCache, tree_map
-from .checks_states import check_cache, check_inputs, check_mode, read_mask
+from .checks_states import check_cache, check_inputs, check_mode, read_mask, the_cache
 from .configuration_elastic_state import ElasticStateConfig
 from .corrector_elastic_state import ElasticStateCorrector, InnerWork
 from .gate_elastic_state import ElasticStateGate, policy_loss
@@ -42,7 +42,7 @@ class ElasticStateOutput(ModelOutput):
         proposal_losses, losses: (B, L) the objective of proposals and of refined states; None without an objective.
         refine_depths: (B, L) int64 K. expected_depths: (B, L) the same with gradients to the gate; of "relaxed" gates
             in training the sum of the p_j.
-        past_key_values: StateCache after the last position, if asked for.
+        cache: StateCache after the last position, if asked for; also by its name before transformers 5.24.
         gradient_calls: how many rows the objective's gradient was computed for; outside of training of the gate the
             sum of refine_depths.
     """
@@ -55,8 +55,12 @@ class ElasticStateOutput(ModelOutput):
     losses: Tensor | None = None
     refine_depths: Tensor | None = None
     expected_depths: Tensor | None = None
-    past_key_values: Any = None
+    cache: Any = None
     gradient_calls: int | None = None
+
+    @property
+    def past_key_values(self) -> Any:
+        return self.cache
 
 
 def mean_over(each: Tensor, real: Tensor) -> Tensor:
@@ -177,6 +181,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         gate_threshold_shift: float = 0.0,
         spectral_budget: Any = None,
         return_loss: bool = True,
+        cache: StateCache | None = None,
     ) -> ElasticStateOutput:
         """
         Args:
@@ -184,7 +189,8 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
                 input_features by default.
             attention_mask: (B, L) or (B, past + L), 1 for real positions. Masked positions are skipped: they change
                 neither state nor history, and their depth is 0. Only with the model's own recurrence.
-            past_key_values: StateCache to continue from; updated in place. After a call that failed it is undefined.
+            past_key_values: StateCache to continue from; updated in place. After a call that failed it is undefined. Or
+                cache, its name in transformers 5.24.
             refine_depth: K of every position, instead of the gate's: an int, or integers (B,) or (B, L). With 0 the
                 model is its backbone, and an objective is not needed.
             max_refine_depth: cap of this call on K. gate_threshold_shift: added to all thresholds: more for less work.
@@ -198,7 +204,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
                 or arguments out of range or of another shape, a spectral_budget for a backbone without, or a mask for
                 one.
         """
-        config, cache = self.config, past_key_values
+        config, cache = self.config, the_cache(cache, past_key_values)
         if input_features is None:
             raise ValueError("input_features must be given, got None")
         B, L = check_inputs(config, None, None, input_features)
@@ -248,7 +254,7 @@ class ElasticStateModel(ElasticStatePreTrainedModel):
         stacked: dict[str, Any] = {name: torch.stack([step[name] for step in steps], 1) for name in steps[0]}
         log_prob, entropy = stacked.pop("log_prob", None), stacked.pop("entropy", None)
         cached = cache if use_cache else None
-        output = ElasticStateOutput(past_key_values=cached, gradient_calls=work.gradients, **stacked)
+        output = ElasticStateOutput(cache=cached, gradient_calls=work.gradients, **stacked)
         if return_loss and output.losses is not None:
             counted = torch.ones_like(output.losses, dtype=torch.bool) if real is None else real
             costs = output.losses + config.compute_penalty * output.expected_depths

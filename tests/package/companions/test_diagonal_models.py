@@ -186,6 +186,16 @@ def test_positions_of_packed_sequences_are_refused(positions, mask, packed):
 # --- The cache
 
 
+def test_a_cache_goes_by_both_names():
+    whole, ids = diagonal_model("s5"), ids_of(2, 6)
+    for model in (whole, whole.model):
+        caches = [whole(ids, use_cache=True).past_key_values for _ in range(2)]
+        one, other = (model(ids[:, :1], **{name: c})[0] for name, c in zip(("past_key_values", "cache"), caches))
+        assert torch.equal(one, other) and all(cache.get_seq_length() == 7 for cache in caches)
+        with pytest.raises(ValueError, match="give past_key_values or cache, two names of one argument, not both"):
+            model(ids[:, :1], past_key_values=caches[0], cache=caches[1])
+
+
 @both
 def test_pieces_equal_one_pass(kind, pieces=(1, 9, 1, 2, 7)):
     model, ids = diagonal_model(kind), ids_of(2, 20)

@@ -80,7 +80,7 @@ def test_a_stream_step_by_step_and_in_chunks(mode, history_length):
             cache = steps[-1].past_key_values
         assert cache.get_seq_length() == 7 and cache.num_bytes >= 3 * 6 * 8
         first = model(x[:, :3], y[:, :3], use_cache=True)
-        second = model(x[:, 3:], y[:, 3:], past_key_values=first.past_key_values)
+        second = model(x[:, 3:], y[:, 3:], cache=first.cache)
     assert whole.gradient_calls == sum(step.gradient_calls for step in steps) > 0
     assert_same(whole, {name: torch.cat([step[name] for step in steps], 1) for name in FIELDS})
     assert_same(whole, {name: torch.cat([first[name], second[name]], 1) for name in FIELDS})

@@ -166,7 +166,7 @@ def test_what_is_left_to_the_library():
     outputs = []
     for model in both_mamba2():
         cache = DynamicCache(config=model.whole_config)
-        outputs.append([model(x, cache), model(x[:, :1], cache)])
+        outputs.append([model(x, cache_params=cache), model(x[:, :1], cache_params=cache)])
     assert all(map(torch.equal, *outputs))
 
 

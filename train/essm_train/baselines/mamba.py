@@ -57,15 +57,18 @@ def selective_scan(u: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
     return (h * C[..., None, :]).sum(-1).flatten(1, 2)[:, :L]
 
 
+def has_cache(arguments: dict[str, Any]) -> bool:
+    """Whether the library gave its mixer a cache, which it calls `cache_params` until 5.24."""
+    return any(arguments.get(name) is not None for name in ("cache", "cache_params"))
+
+
 class ChunkedMambaMixer(MambaMixer):
     """The library's mixer; without a cache and where its CUDA kernels are not installed, with `selective_scan`."""
 
-    def forward(
-        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """(b, L, D) -> (b, L, D) in the same dtype, the scan in fp32; attention_mask (b, L), 1 for real positions."""
-        if cache_params is not None or (hidden_states.is_cuda and is_mamba_ssm_available()):
-            return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
+        if has_cache(kwargs) or (hidden_states.is_cuda and is_mamba_ssm_available()):
+            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
         u = hidden_states
         real = None if attention_mask is None else attention_mask[..., None].to(u.dtype)
         u = u if real is None else u * real
@@ -108,13 +111,11 @@ def chunked_scan(x: Tensor, log_decay: Tensor, B: Tensor, C: Tensor, chunk_size:
 class ChunkedMamba2Mixer(Mamba2Mixer):
     """The library's mixer; without a cache and where its CUDA kernels are not installed, with `chunked_scan`."""
 
-    def forward(
-        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """(b, L, D) -> (b, L, D) in the same dtype, the scan in fp32; attention_mask (b, L), 1 for real positions."""
         kernels = hidden_states.is_cuda and is_mamba_2_ssm_available()
-        if kernels or cache_params is not None or self.n_groups != 1:
-            return super().forward(hidden_states, cache_params, attention_mask, **kwargs)
+        if kernels or has_cache(kwargs) or self.n_groups != 1:
+            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
         u = hidden_states
         real = None if attention_mask is None else attention_mask[..., None].to(u.dtype)
         u = u if real is None else u * real

@@ -19,6 +19,7 @@ from essm_train.measure.scoring import HeldOut
 from essm_train.measure.timing import decoder, paired, peak_memory
 from essm_train.pairs import ESSMPairConfig
 from modeling_essm.budgets.profile import DeviceProfile, Measurement, Quality, device_name
+from modeling_essm.cache_essm import CACHE
 
 
 def measure_quality(model: PreTrainedModel, held_out: HeldOut, budgets: Sequence[int]) -> Quality:
@@ -73,7 +74,7 @@ def measure_device(
     calls: dict[Any, Any] = {(s, K): functools.partial(model, **inputs[s], **keep, spectral_budget=K) for s, K in cases}
     positions = prompt_length * (2 if isinstance(model.config, ESSMPairConfig) else 1)  # of a sample
     phases = [("prefill", positions, 1, calls, calls)]
-    caches = {case: calls[case]().past_key_values for case in cases} if causal else {}
+    caches = {case: calls[case]()[CACHE] for case in cases} if causal else {}
     if causal:
         many, one = (
             {(s, K): decoder(model, caches[s, K], inputs[s]["input_ids"][:, -1:], K, steps) for s, K in cases}

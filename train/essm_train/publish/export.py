@@ -29,6 +29,7 @@ from essm_train.models import is_causal, read_saved_config
 from essm_train.publish.arguments import ExportArguments
 from essm_train.publish.hub import read_json
 from modeling_essm import ESSMForCausalLM, ESSMForSequenceClassification
+from modeling_essm.cache_essm import CACHE
 from modeling_essm.export import WeightFile, empty_states, export_programs, save_executorch, save_onnx, signature
 
 DESCRIPTION, WEIGHTS = "export.json", "weights.bin"
@@ -117,7 +118,7 @@ def check(
             if name == "step":
                 del inputs["attention_mask"]
             logits, *states = map(torch.as_tensor, run[name]({**inputs, **past}))
-            cache, past = expected.get("past_key_values"), dict(zip(past, states, strict=True))
+            cache, past = expected.get(CACHE), dict(zip(past, states, strict=True))
             compared = [("logits", logits, expected.logits[:, -1] if past else expected.logits)]
             if position <= H // 8:  # later, rounding in fp32 fills the states beyond K, which count for little
                 states_of = {key: cache.states[key.removeprefix("past.")] for key in past}
