@@ -110,7 +110,7 @@ class Repair:
                 seen = {name: x[:, t] for name, x in batch["observations"].items()}
                 given = torch.cat([batch["input_features"][:, t], seen["place"] - seen["step"] - place], 1)
                 output = model.step(given, cache, seen, refine_depth=depths(batch["loop"][:, t]), **dials)
-                cache, y = output.past_key_values, output.readouts[:, 0]
+                cache, y = output.cache, output.readouts[:, 0]
                 place = place + y
                 rows.append({"features": given, "readouts": y} | told_of(output))
                 if errors:
@@ -203,7 +203,7 @@ class Maze:
                 given = torch.cat([seen["features"], said / self.side, known.to(said.dtype)], 1)
                 difficult = torch.tensor([walk.difficult() for walk in walks])
                 output = model.step(given, cache, here, refine_depth=depths(difficult), **dials)
-                cache, history = output.past_key_values, memory.commit(history, output.readouts[:, 0], here)
+                cache, history = output.cache, memory.commit(history, output.readouts[:, 0], here)
                 row = seen | told_of(output) | {"features": given, "difficult": difficult}
                 row["expert"] = torch.tensor([walk.expert() for walk in walks])
                 row["real"] = torch.tensor([not (walk.arrived or (not act and walk.late)) for walk in walks])

@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from modeling_essm import ESSMForCausalLM
+from modeling_essm import ESSMCache, ESSMForCausalLM
 
 model = ESSMForCausalLM.from_pretrained(sys.argv[1]).eval()
 length = int(sys.argv[2]) if len(sys.argv) > 2 else 400
@@ -50,8 +50,9 @@ def report(K: int, tokens: int, seconds: float, cache) -> None:
 def complete(text: bytes) -> None:
     global budget
     decoder, ids = codecs.getincrementaldecoder("utf-8")("replace"), torch.tensor([list(text)])
-    outputs = model(ids, use_cache=True, spectral_budget=capacity)  # room for every budget
-    cache, running, tokens, start = outputs.past_key_values, budget, 0, time.perf_counter()
+    cache = ESSMCache(model.config, state_budget=capacity)  # room for every budget
+    outputs = model(ids, past_key_values=cache, spectral_budget=capacity)
+    running, tokens, start = budget, 0, time.perf_counter()
     for _ in range(length):
         token = torch.multinomial((outputs.logits[:, -1, :256] / 0.7).softmax(-1), 1)
         print(decoder.decode(bytes(token[0].tolist())), end="", flush=True)
@@ -61,7 +62,7 @@ def complete(text: bytes) -> None:
             report(running, tokens, time.perf_counter() - start, cache)
             running = budget = said
             tokens, start = 0, time.perf_counter()
-        outputs = model(token, past_key_values=cache, use_cache=True, spectral_budget=running)
+        outputs = model(token, past_key_values=cache, spectral_budget=running)
         tokens += 1
     report(running, tokens, time.perf_counter() - start, cache)
 
