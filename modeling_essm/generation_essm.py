@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers.utils import logging
 
-from .cache_essm import CACHE, ESSMCache, ESSMStaticCache
+from .cache_essm import CACHE, ESSMCache, ESSMStaticCache, the_cache
 from .spectral_budget import SpectralBudget, of_each_layer, rows_of_samples, spectral_layers
 
 logger = logging.get_logger(__name__)
@@ -79,6 +79,8 @@ class ElasticGenerationMixin(GenerationMixin):
         every step reads the whole text at its own budget.
         """
         called, steps = kwargs.pop("spectral_budget", None), kwargs.pop("step_budgets", None)
+        if (cache := the_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))) is not None:
+            kwargs[CACHE] = cache
         generation_config, model_kwargs = super()._prepare_generation_config(generation_config, **kwargs)
         if steps is None and called is None:
             steps = getattr(generation_config, "step_budgets", None)

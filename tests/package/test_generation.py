@@ -271,7 +271,7 @@ def test_a_rising_function_needs_room():
     with pytest.raises(ValueError, match=r"spectral_budget 3 needs .*ESSMCache\(config, state_budget=3\)"):
         generate(model, ids, step_budgets=lambda step: 2 + step)
     cache = ESSMCache(model.config, state_budget=20)
-    rising = generate(model, ids, step_budgets=lambda step: 2 + step, past_key_values=cache)
+    rising = generate(model, ids, step_budgets=lambda step: 2 + step, cache=cache)
     assert torch.equal(rising, generate(model, ids, step_budgets=list(range(2, 2 + NEW))))
 
 
