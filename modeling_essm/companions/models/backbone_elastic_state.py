@@ -36,7 +36,9 @@ class ElasticStateRecurrence(nn.Module):
         self.config = config
         n = config.latent_size // 2
         self.embed_features = nn.Linear(config.num_input_features, config.hidden_size)
-        self.nu_log, self.theta_log, self.gamma_log = (nn.Parameter(torch.empty(n)) for _ in range(3))
+        self.nu_log, self.theta_log, self.gamma_log = (
+            nn.Parameter(torch.empty(n, dtype=torch.float32)) for _ in range(3)
+        )
         self.B = nn.Parameter(torch.empty(n, config.hidden_size, 2))
 
     def start(self, features: Tensor, real: Tensor | None, cache: Any, spectral_budget: Any) -> Propose:

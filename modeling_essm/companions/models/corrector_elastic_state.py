@@ -43,7 +43,7 @@ class CholeskyMetric(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         self.epsilon = config.metric_epsilon
-        self.lower = nn.Parameter(torch.empty(config.latent_size, config.latent_size))
+        self.lower = nn.Parameter(torch.empty(config.latent_size, config.latent_size, dtype=torch.float32))
 
     def matrix(self) -> Tensor:
         """G as a dense (d, d) matrix."""
@@ -67,7 +67,7 @@ class DiagonalMetric(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         self.epsilon = config.metric_epsilon
-        self.delta = nn.Parameter(torch.empty(config.latent_size))
+        self.delta = nn.Parameter(torch.empty(config.latent_size, dtype=torch.float32))
 
     @property
     def diagonal(self) -> Tensor:
@@ -90,7 +90,7 @@ class LowRankMetric(DiagonalMetric):
 
     def __init__(self, config: Any):
         super().__init__(config)
-        self.U = nn.Parameter(torch.empty(config.latent_size, config.metric_rank))
+        self.U = nn.Parameter(torch.empty(config.latent_size, config.metric_rank, dtype=torch.float32))
 
     def matrix(self) -> Tensor:
         U = at_least_fp32(self.U)
@@ -154,7 +154,7 @@ class ElasticStateCorrector(nn.Module):
         super().__init__()
         self.config = config
         self.metric = METRICS[config.metric](config)
-        self.log_step_size = nn.Parameter(torch.empty(()))
+        self.log_step_size = nn.Parameter(torch.empty((), dtype=torch.float32))
 
     @property
     def step_size(self) -> Tensor:

@@ -28,8 +28,8 @@ class ElasticStateGate(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         self.config = config
-        self.weight, self.bias, self.first = (nn.Parameter(torch.empty(())) for _ in range(3))
-        self.gaps = nn.Parameter(torch.empty(config.max_refine_depth - 1))
+        self.weight, self.bias, self.first = (nn.Parameter(torch.empty((), dtype=torch.float32)) for _ in range(3))
+        self.gaps = nn.Parameter(torch.empty(config.max_refine_depth - 1, dtype=torch.float32))
 
     @property
     def thresholds(self) -> Tensor:

@@ -210,8 +210,8 @@ class S5Mixer(MIMOMixer):
 
     def __init__(self, config: Any, state_size: int):
         super().__init__(config, state_size)
-        self.Lambda = nn.Parameter(torch.empty(state_size, 2))
-        self.log_step = nn.Parameter(torch.empty(state_size))
+        self.Lambda = nn.Parameter(torch.empty(state_size, 2, dtype=torch.float32))
+        self.log_step = nn.Parameter(torch.empty(state_size, dtype=torch.float32))
 
     def system(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         re, im = self.Lambda.to(dtype).unbind(-1)
@@ -260,9 +260,9 @@ class LRUMixer(MIMOMixer):
 
     def __init__(self, config: Any, state_size: int):
         super().__init__(config, state_size)
-        self.nu_log = nn.Parameter(torch.empty(state_size))
-        self.theta_log = nn.Parameter(torch.empty(state_size))
-        self.gamma_log = nn.Parameter(torch.empty(state_size))
+        self.nu_log = nn.Parameter(torch.empty(state_size, dtype=torch.float32))
+        self.theta_log = nn.Parameter(torch.empty(state_size, dtype=torch.float32))
+        self.gamma_log = nn.Parameter(torch.empty(state_size, dtype=torch.float32))
 
     def system(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         modulus = (-self.nu_log.to(dtype).exp()).exp()
@@ -312,9 +312,9 @@ class S4DMixer(DiagonalMixer):
     def __init__(self, config: Any, state_size: int):
         super().__init__(config, state_size)
         self.register_buffer("present", torch.ones(config.hidden_size, state_size, dtype=torch.bool))
-        self.log_dt = nn.Parameter(torch.empty(config.hidden_size))
-        self.log_A_real = nn.Parameter(torch.empty(config.hidden_size, state_size))
-        self.A_imag = nn.Parameter(torch.empty(config.hidden_size, state_size))
+        self.log_dt = nn.Parameter(torch.empty(config.hidden_size, dtype=torch.float32))
+        self.log_A_real = nn.Parameter(torch.empty(config.hidden_size, state_size, dtype=torch.float32))
+        self.A_imag = nn.Parameter(torch.empty(config.hidden_size, state_size, dtype=torch.float32))
 
     def _run(self, lam: Tensor, B: Tensor, C: Tensor, u: Tensor, x0: Tensor | None) -> tuple[Tensor, Tensor | None]:
         scan = naive_of_channels if u.shape[1] <= SHORT_OF_CHANNELS else fft_of_channels

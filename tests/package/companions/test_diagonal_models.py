@@ -419,6 +419,8 @@ def test_bf16(kind, tmp_path):
         dtypes = {name: p.dtype for name, p in mixer.named_parameters()}
         assert all(dtypes[name] == torch.float32 for name in mixer.pole_names)
         assert dtypes["C"] == dtypes["D"] == torch.bfloat16
+    new = AutoModelForCausalLM.from_config(model.config, dtype=torch.bfloat16)
+    assert [p.dtype for p in new.parameters()] == [p.dtype for p in small.parameters()]
     outputs = small(ids, labels=ids, use_cache=True)
     assert outputs.logits.dtype == torch.bfloat16 and outputs.past_key_values.states[0].dtype == torch.complex64
     expected = model(ids).logits

@@ -234,6 +234,8 @@ def test_half_precision(tmp_path):
     kept = {name for name, parameter in half.named_parameters() if parameter.dtype == torch.float32}
     assert {name.rpartition(".")[0] for name in kept} == {"source", "corrector", "corrector.metric", "gate"}
     assert half.readout[0].weight.dtype == half.source.B.dtype == torch.bfloat16
+    new = ElasticStateModel._from_config(model.config, dtype=torch.bfloat16)
+    assert [p.dtype for p in new.parameters()] == [p.dtype for p in half.parameters()]
     for low in (half, half.to(torch.bfloat16)):
         output = run(low, x, refine_depth=2)
         assert output.latents.dtype == torch.float32
