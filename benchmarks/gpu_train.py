@@ -281,7 +281,7 @@ class Run:
 
 
 def is_done(task: Task, results: dict[str, Any], saved: Path | None) -> bool:
-    """Whether an earlier run has the model's bits and, where models are saved, its folder."""
+    """Whether an earlier run has the model's bits and, if it is to be saved, its folder, which comes after them."""
     result = results.get(task.label, {})
     whole = saved is None or task.kind in PEERS or (saved / task.label).is_dir()
     return whole and "bits_per_byte" in result and "failed" not in result

@@ -42,7 +42,7 @@ class ElasticStateOutput(ModelOutput):
         proposal_losses, losses: (B, L) the objective of proposals and of refined states; None without an objective.
         refine_depths: (B, L) int64 K. expected_depths: (B, L) the same with gradients to the gate; of "relaxed" gates
             in training the sum of the p_j.
-        cache: StateCache after the last position, if asked for; also by its name before transformers 5.24.
+        cache: StateCache after the last position, if asked for. past_key_values is the same.
         gradient_calls: how many rows the objective's gradient was computed for; outside of training of the gate the
             sum of refine_depths.
     """
