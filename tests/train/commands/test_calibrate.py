@@ -366,3 +366,16 @@ def test_peak_memory_is_what_was_held_at_once():
         return c
 
     assert peak_memory(call, torch.device("cpu")) == pytest.approx(40 * MB, rel=0.02)
+
+
+def test_peak_memory_does_not_lack_what_was_freed_from_before():
+    """The profiler takes a tensor for the earlier one that a profile saw at its address; large ones get the same."""
+    large, earlier = 64 * 2**20, []
+
+    def call():
+        earlier.clear()
+        return torch.empty(large, dtype=torch.uint8)
+
+    for _ in range(4):
+        assert peak_memory(call, torch.device("cpu")) == large
+        earlier.append(torch.empty(large, dtype=torch.uint8))

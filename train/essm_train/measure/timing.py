@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import itertools
 import platform
 import statistics
 import time
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from torch import Tensor
+from torch._C._profiler import _EventType
 
 from modeling_essm import ESSMCache, ESSMForCausalLM
 from modeling_essm.budgets.profile import cpu_cores, cpu_name
@@ -126,8 +126,9 @@ def machine(device: torch.device) -> dict[str, Any]:
 def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
     """Most tensor bytes held at once during a call, above those held before it, results included.
 
-    On a CPU every allocation and release is summed in order of time: exact, unlike the resident set. Scratch space
-    that MKL takes without asking torch is not seen.
+    On a CPU every allocation and its release is summed in order of time: exact, unlike the resident set. Scratch space
+    that MKL takes without asking torch is not seen. The profiler also tells of the release of a block from before the
+    call, where an earlier profile knew one at its address; only what the call itself took is summed.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -140,9 +141,21 @@ def peak_memory(function: Callable[[], Any], device: torch.device) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = function()
     del result
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
-    return max([0, *held])
+    events = list(profile.profiler.kineto_results.experimental_event_tree())
+    for event in events:  # grows by the events inside each
+        events.extend(event.children)
+    memory = [event for event in events if event.tag == _EventType.Allocation]
+    blocks: dict[int, int] = {}
+    held = peak = 0
+    for event in sorted(memory, key=lambda event: event.start_time_ns):
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if size > 0:
+            blocks[address] = size
+            held += size
+        else:
+            held -= blocks.pop(address, 0)
+        peak = max(peak, held)
+    return peak
 
 
 @torch.inference_mode()
