@@ -297,6 +297,7 @@ def test_what_cannot_be_exported_is_refused(model_folder, tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_executorch(tmp_path):
     """The script compares every program with the model by itself."""
     pytest.importorskip("executorch.exir")
