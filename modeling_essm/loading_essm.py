@@ -101,12 +101,16 @@ class ElasticPreTrainedModel(PreTrainedModel):
         if (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path") or find_adapter_config_file(source, **where):
             raise ValueError("an adapter cannot be cut: load it whole, merge it, and then truncate the model")
         kwargs = {name: value for name, value in kwargs.items() if name not in _WHERE}
-        config, given = kwargs.pop("config", None), {}
-        if not hasattr(config, "capacities"):  # none, or where it is
+        config = kwargs.pop("config", None)
+        if hasattr(config, "capacities"):  # an Auto class puts what it was given there
+            stored = cls.config_class.from_pretrained(source, **where).spectral_budget
+            asked = config.spectral_budget if config.spectral_budget != stored else None
+        else:  # none, or where it is
             fields = {f.name for f in dataclasses.fields(cls.config_class)} - {"dtype"}
             fields |= {"num_labels", *cls.config_class.attribute_map}
             given = {name: kwargs.pop(name) for name in fields & set(kwargs)}
             config = cls.config_class.from_pretrained(source if config is None else config, **where, **given)
+            asked = given.get("spectral_budget")
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError("spectral_capacity reads plain weights: load a quantised checkpoint whole")
         capacities = _capacities(spectral_capacity, config)
@@ -117,7 +121,7 @@ class ElasticPreTrainedModel(PreTrainedModel):
             name: weights[other] for name, other in tied.items() if other in weights
         }  # offloaded ones need both
         config = truncated_config(config, capacities)
-        config.resolve_budget(given.get("spectral_budget"))  # one that was asked for has to fit
+        config.resolve_budget(asked)  # one that was asked for has to fit; a stored one was dropped
         loaded = super().from_pretrained(None, *args, config=config, state_dict=weights, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         model.name_or_path = model.config._name_or_path = str(source)

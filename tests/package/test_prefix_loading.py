@@ -170,8 +170,9 @@ def test_the_config_follows(tmp_path):
     assert large.config.num_spectral_channels == 32  # not a view
     large.generation_config.step_budgets = 4  # no list: `generate` says so, and not what loads a part
     assert copy.deepcopy(large).truncate(6).generation_config.step_budgets == 4
-    kept = ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=6, spectral_budget="phone")
-    assert kept(random_ids(1, 5)).spectral_budget == (4, 4)
+    for load in (ESSMForCausalLM, AutoModelForCausalLM):
+        kept = load.from_pretrained(tmp_path, spectral_capacity=6, spectral_budget="phone")
+        assert kept(random_ids(1, 5)).spectral_budget == (4, 4)
     config = ESSMConfig.from_pretrained(tmp_path, dropout=0.5)
     kept = ESSMForCausalLM.from_pretrained(tmp_path, config=config, spectral_capacity=[20, 9])
     assert (kept.generation_config.spectral_budget, kept.generation_config.step_budgets) == (8, [4, 8])
@@ -251,8 +252,9 @@ def test_a_small_model_refuses_more(tmp_path):
             model(random_ids(2, 5), spectral_budget=budget)
     with pytest.raises(ValueError, match=r"\[1, 6\], got 8"):
         ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=8)
-    with pytest.raises(ValueError, match=r"\[1, 5\], got 6"):
-        ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=5, spectral_budget=6)
+    for load in (ESSMForCausalLM, AutoModelForCausalLM):
+        with pytest.raises(ValueError, match=r"\[1, 5\], got 6"):
+            load.from_pretrained(tmp_path, spectral_capacity=5, spectral_budget=6)
     with pytest.raises(ValueError, match=r"got 6 for layer 1"):
         model.truncate([6, 6])
     assert ESSMForCausalLM.from_pretrained(tmp_path, spectral_capacity=5).config.capacities == (5, 3)
