@@ -231,7 +231,8 @@ def budget_losses(
         num_items_in_batch: the divisor of the model's summed loss, by default the number of scored positions.
         shift_labels: (B, L) instead of labels; logits at t are scored against those at t.
     Raises:
-        ValueError: w out of range, no parts, the largest not first; no loss; or labels that cannot be distilled.
+        ValueError: w out of range, no parts, the largest not first or not on all rows; no loss; or labels that cannot
+            be distilled.
     """
     _check_weight(distillation_weight)
     parts = tuple(parts)
@@ -240,6 +241,8 @@ def budget_losses(
     budgets = [part.budget for part in parts]
     if distillation_weight and budgets[0] != max(max(K) if isinstance(K, tuple) else K for K in budgets):
         raise ValueError(f"distillation needs the largest budget first, got {budgets}")
+    if distillation_weight and len(parts) > 1 and parts[0].share < 1:
+        raise ValueError(f"distillation needs the largest budget on all rows, got it on {parts[0].share:.3g} of them")
     if shift_labels is not None:
         labels = F.pad(shift_labels, (1, 0), value=-100)
     return _losses(forward, parts, labels, distillation_weight, num_items_in_batch)
@@ -338,13 +341,16 @@ class BudgetDropoutCallback(TrainerCallback):
         schedule: of `budget_schedule`.
         distillation_weight: as in `budget_losses`; updates of one budget ignore it.
     Raises:
-        ValueError: a weight out of range. When training begins: a model without spectral_budget, or with a capacity
-            below the schedule's largest budget. In updates of several budgets: outputs without a loss, or a TRL trainer
-            whose objective is not the plain likelihood (SFTTrainer with loss_type "nll").
+        ValueError: a weight out of range, or above 0 with "rows". When training begins: a model without
+            spectral_budget, or with a capacity below the schedule's largest budget. In updates of several budgets:
+            outputs without a loss, or a TRL trainer whose objective is not the plain likelihood (SFTTrainer with
+            loss_type "nll").
     """
 
     def __init__(self, schedule: BudgetSchedule, distillation_weight: float = 0.0):
         _check_weight(distillation_weight)
+        if distillation_weight and getattr(schedule, "name", None) == "rows":
+            raise ValueError(f"distillation needs the largest budget on all rows, got 'rows', {distillation_weight=}")
         self.schedule = self._given = schedule
         self.distillation_weight = distillation_weight
         self.update: int | None = None  # that is running

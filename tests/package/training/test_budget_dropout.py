@@ -257,3 +257,14 @@ def test_bad_losses_are_refused(budgets, output, options, message):
         list(budget_losses(lambda part: made, on_all_rows(budgets), **options))
     with pytest.raises(ValueError, match=r"distillation_weight must be in \[0, 1\], got"):
         BudgetDropoutCallback(budget_schedule("full", 8, seed=0), 1.5)
+
+
+def test_rows_that_share_no_output_are_not_distilled():
+    rows, message = budget_schedule("rows", 8, seed=0), "largest budget on all rows, got"
+    for update in range(8):  # whichever budget has the first rows
+        parts = sorted(rows.parts(update, 6), key=lambda part: -part.budget)
+        with pytest.raises(ValueError, match=f"{message} it on 0.167 of them"):
+            budget_losses(None, parts, distillation_weight=0.5)
+    with pytest.raises(ValueError, match=f"{message} 'rows', distillation_weight=0.5"):
+        BudgetDropoutCallback(rows, 0.5)
+    BudgetDropoutCallback(rows)
