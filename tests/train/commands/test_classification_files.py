@@ -104,6 +104,16 @@ def test_texts_and_classes_are_text_whatever_they_say(arguments, tmp_path):
         load(arguments(tmp_path / "run", **named))
 
 
+def test_a_training_folder_holds_no_test_rows(arguments, tmp_path):
+    (tmp_path / "rows").mkdir()
+    for name in ("a.csv", "b.csv"):
+        text_file(tmp_path / "rows" / name, "text,label\n" + "one,0\ntwo,1\n" * 20)
+    options = {"text_column": "text", "features_column": None, "test_file": None, "train_file": tmp_path / "rows"}
+    for held_out in ("validation_file", "test_file"):
+        with pytest.raises(ValueError, match=r"holds '.*b\.csv', which is held out"):
+            load(arguments(tmp_path / "run", **options | {held_out: tmp_path / "rows" / "b.csv"}))
+
+
 def test_labels_of_other_files_must_be_known(arguments, tmp_path):
     train_file = write(tmp_path, "train.jsonl", {"text": ["a", "b", "c", "d"], "label": ["yes", "no"] * 2})
     validation = write(tmp_path, "validation.jsonl", {"text": ["a", "b"], "label": ["yes", "perhaps"]})

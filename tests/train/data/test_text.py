@@ -44,6 +44,7 @@ def write(path: Path, text: str) -> list[str]:
 def load(encoder=BYTES, **changes) -> TextData:
     values = {"train_file": None, "validation_file": None, "dataset_name": None, "dataset_config_name": None}
     values |= {"text_column": "text", "streaming": False, "shuffle_buffer": 6, "block_size": 16, "sweep_blocks": 100}
+    values |= {"output_dir": "runs"}
     return load_text(SimpleNamespace(**values | {"seed": 0} | changes), encoder)
 
 
@@ -110,6 +111,18 @@ def test_a_tokenizer_may_be_one_file_and_gets_an_end_token(tmp_path):
     for name, reason in (("other.json", "a file must be what"), ("nowhere", "")):
         with pytest.raises(ValueError, match=f"cannot load tokenizer '.*{name}': {reason}"):
             open_tokenizer(str(tmp_path / name))
+
+
+def test_code_beside_a_tokenizer_is_not_run(tmp_path, monkeypatch):
+    bpe_tokenizer(documents()).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"auto_map": {"AutoTokenizer": [None, "mine.Mine"]}, "tokenizer_class": "Mine"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    with pytest.raises(ValueError, match="cannot load tokenizer"):
+        open_tokenizer(str(tmp_path))
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_tokenizer_of_the_weights_counts(tmp_path):
@@ -279,6 +292,33 @@ def test_mapped_streams_are_those_of_memory_and_made_once(encoder, tmp_path, mon
     assert sorted((tmp_path / "cache").rglob("*.arrow")) == made
     other = TokenizerEncoder(bpe_tokenizer(["ab" * 9]), "mine")
     assert np.array_equal(to_mapped_stream(rows, "text", other)[0], to_stream(texts, other)[0])
+
+
+def test_a_text_whose_end_is_held_out_becomes_tokens_once(tmp_path, monkeypatch):
+    paths = write(tmp_path / "book.txt", "A sentence of a book. " * 90)
+    first = load(train_file=paths)
+    monkeypatch.setattr(ByteEncoder, "__call__", None)
+    second = load(train_file=paths)
+    assert (second.sha256, second.description) == (first.sha256, first.description)
+    assert torch.equal(second.held_out, first.held_out)
+
+
+def test_a_training_folder_holds_nothing_held_out_and_no_run(tmp_path, monkeypatch):
+    books = tmp_path / "books"
+    books.mkdir()
+    for name in ("one.txt", "two.txt"):
+        write(books / name, "A sentence of a book. " * 9)
+    options = {"train_file": [str(books)], "validation_file": [str(books / "two.txt")]}
+    with pytest.raises(ValueError, match=r"folder '.*books' holds '.*two\.txt', which is held out: move one"):
+        load(**options)
+    monkeypatch.chdir(books)
+    with pytest.raises(ValueError, match=r"folder '\.' holds 'two.txt', which is held out"):
+        load(train_file=["."], validation_file=["two.txt"], streaming=True)
+    with pytest.raises(ValueError, match=r"folder '\.' holds output_dir 'runs', which would be read"):
+        load(train_file=["."])
+    assert load(train_file=["."], output_dir=".runs").description.startswith(". (2 files)")
+    again = ["one.txt"]  # a file that is named itself was meant
+    assert load(train_file=again, validation_file=again, output_dir="runs").held_out.numel()
 
 
 def test_every_target_of_a_stream_stands_in_exactly_one_block():

@@ -22,6 +22,7 @@ import torch
 
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.documents import (
+    check_folders,
     describe_files,
     features_of,
     items_of,
@@ -72,6 +73,8 @@ def load_classification(args: Any, label_names: Sequence[str] | None = None) -> 
     Raises:
         ValueError: anything about it that cannot work, naming the file, column or row.
     """
+    held_out = [*(args.validation_file or ()), *(args.test_file or ())]
+    check_folders(args.train_file or (), held_out, args.output_dir)
     record = record_of(args.model_name_or_path)
     train = _open(args, "train", label_names, record.get("columns"))
     if train is None:

@@ -69,7 +69,24 @@ def files_of(paths: Sequence[str]) -> list[str]:
 def describe_files(paths: Sequence[str]) -> str:
     """Their names, and for a folder how many files it stands for."""
     counts = {path: f" ({len(files_of([path])):,} files)" for path in paths if Path(path).is_dir()}
-    return ", ".join(f"{Path(path).name}{counts.get(path, '')}" for path in paths)
+    return ", ".join(f"{Path(path).name or path}{counts.get(path, '')}" for path in paths)
+
+
+def check_folders(train: Sequence[str], held_out: Sequence[str], output_dir: str) -> None:
+    """Raises ValueError for a training folder that holds files which are held out, or those that the run will write.
+
+    A file that is named twice, as training and as held-out text, was meant so.
+    """
+    for folder in filter(Path.is_dir, map(Path, train)):
+        inside = {Path(file).resolve() for file in files_of([str(folder)])}
+        for file in files_of(held_out):
+            if Path(file).resolve() in inside:
+                raise ValueError(f"the training folder {str(folder)!r} holds {file!r}, which is held out: move one")
+        run, place = Path(output_dir).resolve(), folder.resolve()
+        if run.is_relative_to(place) and not any(part.startswith(".") for part in run.relative_to(place).parts):
+            raise ValueError(
+                f"the training folder {str(folder)!r} holds output_dir {output_dir!r}, which would be read: move one"
+            )
 
 
 @contextmanager
@@ -187,14 +204,22 @@ def cut_end(rows: datasets.Dataset, column: str, fraction: float) -> tuple[datas
     ends = np.append(0, sizes).cumsum()
     cut = ends[-1] - int(ends[-1] * fraction)
     at = max(0, int(np.searchsorted(ends, cut)) - 1)  # the row that holds the last byte before the cut
-    text = (rows[at][column] or "").encode()
-    head = text[: cut - ends[at]].decode(errors="ignore")  # without a part of a character
-    pieces = head, text[len(head.encode()) :].decode()
-    first, last = (datasets.Dataset.from_dict({column: [piece]}, features=rows.features) for piece in pieces)
+    row, size = rows.select([at]), int(cut - ends[at])  # by `map`, which keeps a large text on disk
+    first, last = (
+        row.map(_piece, fn_kwargs={"column": column, "size": size, "end": end}, features=rows.features)
+        for end in (False, True)
+    )
     before, after = (
         [rows.select(part)] if part else [] for part in (range(at), range(at + 1, len(rows)))
     )  # the library selects no empty range
     return datasets.concatenate_datasets([*before, first]), datasets.concatenate_datasets([last, *after])
+
+
+def _piece(row: dict[str, Any], column: str, size: int, end: bool) -> dict[str, str]:
+    """The first bytes of a text, without a part of a character, or all that follows."""
+    text = (row[column] or "").encode()
+    head = text[:size].decode(errors="ignore")
+    return {column: text[len(head.encode()) :].decode() if end else head}
 
 
 def features_of(rows: Any) -> datasets.Features:

@@ -45,6 +45,7 @@ def load_text(args: Any, encoder: Encoder) -> TextData:
     column = args.text_column
     if args.streaming and not (args.train_file or args.dataset_name):
         raise ValueError("streaming needs train_file or dataset_name")
+    documents.check_folders(args.train_file or (), args.validation_file or (), args.output_dir)
     splits, description = _open(args)
     _check_held_out(args, splits)
     source: SampleSource
