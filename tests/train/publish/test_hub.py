@@ -162,6 +162,12 @@ def refer(model: Path, reference: str) -> None:
     (model / "config.json").write_text(json.dumps({"auto_map": {"AutoModel": reference}}))
 
 
+def of_another_kind(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text()) | {"model_type": "diagonal_ssm"}
+    del config["num_spectral_channels"]
+    (model / "config.json").write_text(json.dumps(config))
+
+
 DAMAGES = {
     "no-config": (lambda model: (model / "config.json").unlink(), "config.json"),
     "broken-config": (lambda model: (model / "config.json").write_text("{"), "config.json cannot be read"),
@@ -173,6 +179,7 @@ DAMAGES = {
     "truncated": (lambda model: os.truncate(model / "model.safetensors", 5000), "truncated"),
     "nan": (lambda model: spoil(model, "model.norm.weight", float("nan")), "model.norm.weight in .* hold NaN"),
     "lost-shard": (lambda model: (model / "model.safetensors").rename(index(model).parent / "x"), "lacks model-1.saf"),
+    "no-essm": (of_another_kind, "can be written for an ES-SSM; .* holds a 'diagonal_ssm': write .*README.md yourself"),
     "two-saves": (lambda model: shutil.copy(model / "model.safetensors", index(model)), "holds model.safetensors and"),
 }
 

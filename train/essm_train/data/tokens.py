@@ -69,7 +69,7 @@ def open_tokenizer(name: str) -> Any:
 
     try:
         if not Path(name).is_file():
-            return AutoTokenizer.from_pretrained(name)
+            return AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # else it asks whether to run code
         return PreTrainedTokenizerFast(tokenizer_file=name, name_or_path=name)
     except Exception as error:  # a file that is no tokenizer raises the library's own type
         hint = "a file must be what `tokenizers.Tokenizer.save` writes: " if Path(name).is_file() else ""

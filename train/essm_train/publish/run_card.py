@@ -30,6 +30,12 @@ def push_run(args: PushArguments) -> str | None:
     card, repository = folder / "README.md", args.hub_model_id
     files, left_out = split_files(folder)
     check_weights(folder)
+    ours = ("wrote", "filled") if args.template else ("wrote",)
+    edited = card.exists() and "local" not in args.replace_card and not _is_known(run, card, ours)
+    config = read_json(folder / "config.json")
+    if not edited and "num_spectral_channels" not in config:
+        kind = config.get("model_type")
+        raise ValueError(f"a card can be written for an ES-SSM; {folder} holds a {kind!r}: write {card} yourself first")
     if args.dry_run:
         missing = [] if card.name in files else [f"{card.name} (to be written)"]
         print(f"to be published from {folder}: {', '.join([*files, *missing])}")
@@ -37,8 +43,7 @@ def push_run(args: PushArguments) -> str | None:
         return None
     if not args.card_only:
         repository = check_can_push(str(repository), private=args.private)
-    ours = ("wrote", "filled") if args.template else ("wrote",)
-    if card.exists() and "local" not in args.replace_card and not _is_known(run, card, ours):
+    if edited:
         print(f"kept {card}, which was edited or has a template; `essm-push --replace_card local` writes it anew")
     else:
         sweep, training = (
