@@ -159,6 +159,21 @@ def test_classes_have_the_models_order(tmp_path):
         evaluate_models([str(tmp_path / name) for name in ("model", "scaled")], held_out, (32,))
 
 
+@pytest.mark.parametrize("task_reads", [None, 9, 3])
+def test_a_text_is_read_as_far_as_in_training(task_reads, tmp_path):
+    random_model(ESSMForSequenceClassification, num_labels=2).save_pretrained(tmp_path / "model")
+    build_byte_tokenizer(model_max_length=5).save_pretrained(tmp_path / "model")
+    for split in ("train", "test"):
+        rows = [{"text": "a long text", "label": label} for label in (0, 1)]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = dict.fromkeys(("title", "note", "origin"), "noise") | {"script": "train_classification", "small": {}}
+    data = [{"files": {split: f"{split}.jsonl" for split in ("train", "test")}, "how": "by hand"}]
+    task = words | {"data": data, "full": {"text_column": "text", "max_length": task_reads}}
+    (tmp_path / "t.yaml").write_text(yaml.safe_dump(task))
+    held_out = open_task(str(tmp_path / "t.yaml"), str(tmp_path), "full", str(tmp_path / "model"))
+    assert held_out.inputs["input_ids"].shape == (2, min(task_reads or 5, 5))
+
+
 @pytest.mark.parametrize(
     ("script", "streaming", "expected"),
     [

@@ -22,7 +22,7 @@ from essm_train.data import classification, text
 from essm_train.data.classification import class_names, record_of
 from essm_train.data.documents import describe_files
 from essm_train.data.text import read_blocks
-from essm_train.data.tokens import Encoder, encoder_beside, file_of
+from essm_train.data.tokens import Encoder, encoder_beside, file_of, open_tokenizer
 from essm_train.files import sha256_of
 from essm_train.measure.budget_sweep import sweep_budgets
 from essm_train.measure.scoring import HeldOut, hold_out_blocks, hold_out_samples
@@ -125,6 +125,9 @@ def open_task(name: str, data_dir: str | None, scale: str, model: str, batch_siz
         record = record_of(model)
         for name in ("max_length", "frame_length"):
             setattr(args, name, record.get(name, getattr(args, name)))
+        if args.text_column and file_of(model, "tokenizer_config.json"):
+            longest = open_tokenizer(model).model_max_length
+            args.max_length = min(args.max_length or longest, longest)
         split, collate = classification.load_held_out(args, _classes(model), record)
     return hold_out_samples(split, collate, batch_size or args.eval_batch_size, title)
 
