@@ -288,6 +288,7 @@ BAD_ARGUMENTS = [
     ({"features_column": "frames"}, r"Column name \['frames'\] not in .*\['pixels', 'label'\]"),
     ({"label_column": "class"}, r"Column name \['class'\] not in .*\['pixels', 'label'\]"),
     ({"features_column": "pix*", "label_column": "class"}, "no column 'class' for the labels among pixels, label"),
+    ({"train_file": "images.parquet"}, "column 'pixels' of train_file images.parquet holds images; make numbers of"),
     ({"num_labels": 2}, r"row \d+ of train_file pixels-train.parquet: labels must be in \[0, 1\], got 2"),
     ({"train_file": "none.parquet"}, r"train_file none.parquet.* no (rows|data)"),
     ({"validation_file": "none.parquet"}, r"validation_file none.parquet.* no (rows|data)"),
@@ -309,6 +310,8 @@ def test_errors_come_before_any_work(changes, message, arguments, tmp_path, monk
     Path("words.txt").write_text("words")
     Path("latin.csv").write_bytes(b"pixels,label\n1,0\n\xff\xfe,1\n")
     write(tmp_path, "none.parquet", {"pixels": [], "label": []}, PIXELS)
+    images = datasets.Features({"pixels": datasets.Image(decode=False), "label": datasets.Value("int64")})
+    write(tmp_path, "images.parquet", {"pixels": [{"bytes": b"PNG", "path": None}], "label": [0]}, images)
     write(tmp_path, "ids.parquet", GOOD | {"label": [0, 10**6, 3]}, PIXELS)
     Path("broken.parquet").write_bytes(b"no parquet")
     Path("broken.jsonl").write_text('{"pixels": [1], "label": 0}\nno json\n')

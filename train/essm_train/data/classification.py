@@ -222,6 +222,11 @@ def _open(
         if isinstance((rows.features or {}).get(column), datasets.Audio):  # `datasets` would decode with torchcodec
             rows = rows.cast_column(column, datasets.Audio(decode=False))
         rows = _named(rows, label, label_names)
+    if isinstance((rows.features or {}).get(column), datasets.Image):
+        raise ValueError(
+            f"column {column!r} of {source} holds images; make numbers of them, "
+            f'as by `rows.map(lambda row: {{"pixels": np.asarray(row["{column}"]).ravel()}})`'
+        )
     if (first := next(items_of(rows, source), None)) is None:
         raise ValueError(f"{source} holds no rows")
     if split == "test" and first[label] == -1 and (args.streaming or {*rows[label]} == {-1}):
