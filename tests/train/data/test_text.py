@@ -303,6 +303,15 @@ def test_a_text_whose_end_is_held_out_becomes_tokens_once(tmp_path, monkeypatch)
     assert torch.equal(second.held_out, first.held_out)
 
 
+@pytest.mark.parametrize(("name", "content"), [("3.txt", "caf\xe9"), ("3.csv", "other\nx\n")])
+def test_the_file_of_a_folder_that_cannot_be_read_is_named(name, content, tmp_path):
+    for i in (1, 2, 4):
+        write(tmp_path / f"{i}{name[1:]}", "text\nwords\n")
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"cannot read .*/{name}: "):
+        open_files([str(tmp_path)], streaming=False, column="text")
+
+
 def test_a_training_folder_holds_nothing_held_out_and_no_run(tmp_path, monkeypatch):
     books = tmp_path / "books"
     books.mkdir()

@@ -176,7 +176,13 @@ def open_files(
         options = _options(builder, column or text, label, streaming)
         if builder == "csv" and column is not None:  # types of other columns may change after rows that have been read
             options["usecols"] = [column]
-        rows = load(what, builder, data_files=files, split="train", streaming=streaming, **options)
+        options |= {"split": "train", "streaming": streaming}
+        try:
+            rows = load(what, builder, data_files=files, **options)
+        except ValueError:
+            for file in files if len(files) > 1 else []:  # which one it was
+                load(file, builder, data_files=[file], **options)
+            raise
         if builder == "csv" and not streaming:
             rows = _labels_of_csv(rows, label, names, what)
         if builder == "text" and column not in (None, "text"):
