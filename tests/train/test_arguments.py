@@ -123,7 +123,7 @@ def test_the_nearest_legal_argument_is_named(given, message):
         ({"num_train_epochs": math.inf}, r"num_train_epochs must be in \(0, inf\), got inf"),
         ({"learning_rate": math.nan}, "learning_rate must be at least 0, got nan"),
         ({"max_grad_norm": 0.0}, r"max_grad_norm must be in \(0, inf\], got 0.0"),
-        ({"extend": True, "overwrite_output_dir": True}, "give extend or overwrite_output_dir, not both"),
+        ({"extend": True, "overwrite_output_dir": True}, "give overwrite_output_dir or extend, not both"),
         ({"min_lr_rate": 0.1}, "'cosine_with_min_lr' and min_lr_rate need each other, got 'cosine' and 0.1"),
         ({"decay_steps": 9}, "'warmup_stable_decay' and decay_steps need each other, got 'cosine' and 9"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be one of cosine, .*linear, .*, got"),

@@ -159,7 +159,7 @@ class RunArguments:
         if self.distillation_weight is None:
             self.distillation_weight = 0.5 if self.budget_schedule == "family" else 0.0
         schedule, course, until = self.budget_schedule, self.lr_scheduler_type, self.truncation_until
-        given = [n for n in ("extend", "overwrite_output_dir", "resume_from_checkpoint") if getattr(self, n)]
+        given = [n for n in ("extend", "resume_from_checkpoint") if getattr(self, n)]
         refuse(
             {
                 f"distillation_weight needs budget_schedule 'sandwich' or 'family', got {schedule!r}": (
@@ -170,7 +170,7 @@ class RunArguments:
                 f"{self.min_lr_rate}": (self.min_lr_rate is not None) != (course == _WITH_FLOOR),
                 f"lr_scheduler_type {_STABLE!r} and decay_steps need each other, got {course!r} and "
                 f"{self.decay_steps}": (self.decay_steps is not None) != (course == _STABLE),
-                f"give {' or '.join(given)}, not both": len(given) > 1,
+                f"give overwrite_output_dir or {' and '.join(given)}, not both": self.overwrite_output_dir and given,
                 f"truncation_until must be 'warmup', an update or a share, got {until!r}": (
                     until != "warmup" and not until.replace(".", "", 1).isdigit()
                 ),

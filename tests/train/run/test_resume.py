@@ -362,8 +362,9 @@ def test_a_stable_run_extended_before_its_decay_has_the_weights_of_the_longer_ru
     stable = {"lr_scheduler_type": "warmup_stable_decay", "decay_steps": 2, "warmup_steps": 1, "save_steps": 4}
     train(arguments(tmp_path / "longer", max_steps=8, **stable))
     train(arguments(tmp_path / "extended", max_steps=6, **stable))
-    delete(tmp_path / "extended" / "checkpoint-00000006")  # the decay
-    train([*arguments(tmp_path / "extended", max_steps=8, **stable), "--extend"])
+    earlier = str(tmp_path / "extended" / "checkpoint-00000004")  # before the decay
+    longer = arguments(tmp_path / "extended", max_steps=8, **stable, resume_from_checkpoint=earlier)
+    train([*longer, "--extend"])
     rates = [line["learning_rate"] for line in read_log(tmp_path / "extended")]
     assert rates == pytest.approx([5e-3] * 6 + [2.5e-3, 0.0], abs=1e-12)
     ours, theirs = (model_weights(tmp_path / run / "model") for run in ("extended", "longer"))
