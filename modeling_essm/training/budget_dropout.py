@@ -349,7 +349,7 @@ class BudgetDropoutCallback(TrainerCallback):
 
     def __init__(self, schedule: BudgetSchedule, distillation_weight: float = 0.0):
         _check_weight(distillation_weight)
-        if distillation_weight and getattr(schedule, "name", None) == "rows":
+        if distillation_weight and schedule.name == "rows":
             raise ValueError(f"distillation needs the largest budget on all rows, got 'rows', {distillation_weight=}")
         self.schedule = self._given = schedule
         self.distillation_weight = distillation_weight
