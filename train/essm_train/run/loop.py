@@ -197,7 +197,6 @@ class _Run:
             if task.source.num_samples is None:
                 raise ValueError("num_train_epochs needs a data set of known length; for a stream give max_steps")
             self.max_steps = max(1, round(args.num_train_epochs * task.source.num_samples / self.samples_per_update))
-        self.truncation = self._make_truncation()
         self.identity = (
             args.identity()
             | task.identity
@@ -206,7 +205,6 @@ class _Run:
             | {"distributed_type": str(accelerator.distributed_type)}
             | {"device": accelerator.device.type}  # each kind has random states of its own
             | {"model": model_identity(task.model)}
-            | ({} if self.truncation is None else {"truncation after": sorted(self.truncation.steps)})
         )
         self._check_what_comes()
         self.checkpoint = find_run(accelerator, args, self.identity)
@@ -216,6 +214,8 @@ class _Run:
         if args.overwrite_output_dir:  # now that nothing is left that could be wrong
             delete_run(accelerator, args)
         self.saved = read_run_state(self.checkpoint) if self.checkpoint is not None else {}
+        self.first_plan = self.saved["plan"][0][1] if self.saved else self.max_steps  # shares are of it
+        self.truncation = self._make_truncation(self.first_plan)
         self._prepare()
 
     def _check_what_comes(self) -> None:
@@ -226,14 +226,15 @@ class _Run:
         optimizer = make_optimizer(network, args)
         plan = [[0, self.max_steps]]
         make_scheduler(optimizer, args.warmup_steps, plan, args.lr_scheduler_type, args.lr_scheduler_kwargs)
+        self._make_truncation(self.max_steps)
 
-    def _make_truncation(self) -> InTrainingTruncation | None:
+    def _make_truncation(self, updates: int) -> InTrainingTruncation | None:
         args, until = self.args, self.args.truncation_until
         if args.truncation_tau is None:
             return None
         truncatable(self.task.model)
         end: str | int | float = until if until == "warmup" else float(until) if "." in until else int(until)
-        steps = attempt_steps(args.truncation_attempts, end, max_steps=self.max_steps, warmup_steps=args.warmup_steps)
+        steps = attempt_steps(args.truncation_attempts, end, max_steps=updates, warmup_steps=args.warmup_steps)
         return InTrainingTruncation(steps, tau=args.truncation_tau)
 
     def _prepare(self) -> None:
@@ -260,7 +261,7 @@ class _Run:
         self.plan = [*plan, [saved["update"], self.max_steps]] if self.extended else plan
         self.schedule = dataclasses.replace(self.schedule, updates=self.max_steps)
         if args.full_budget_updates is None:
-            self.schedule = dataclasses.replace(self.schedule, full_budget_updates=plan[0][1] // 2)
+            self.schedule = dataclasses.replace(self.schedule, full_budget_updates=self.first_plan // 2)
         course = args.lr_scheduler_type, args.lr_scheduler_kwargs
         self.scheduler = make_scheduler(optimizer, args.warmup_steps, self.plan, *course)
         accelerator.register_for_checkpointing(self.scheduler)  # not prepared: it steps once per update on any ranks
