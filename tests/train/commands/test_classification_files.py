@@ -2,6 +2,7 @@
 """essm-train-classification: wide tables, class names and sound; rows and arguments that cannot be are named."""
 
 import csv
+import itertools
 import wave
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 from essm_train.arguments import parse_arguments
 from essm_train.data.arguments import ClassificationArguments
 from essm_train.data.classification import load_classification, load_test
-from essm_train.data.documents import decode_wav
+from essm_train.data.documents import decode_wav, open_files
 from essm_train.data.readers import read_record
 from essm_train.data.rows import collate
 from essm_train.run import classifier
@@ -187,6 +188,23 @@ def test_classes_go_by_their_names(streaming, arguments, tmp_path):
     assert more.label_names == ["a", "b", "c", "LABEL_3", "LABEL_4"]
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["map-style", "streaming"])
+def test_tables_of_several_kinds(streaming, tmp_path):
+    """csv holds text of another Arrow type than json, and parquet of either."""
+    large = datasets.Features(dict.fromkeys(("review", "kind"), datasets.Value("large_string")))
+    paths = [
+        write(tmp_path, "a.csv", {"review": ["one"], "kind": ["a"]}),
+        write(tmp_path, "b.jsonl", {"review": ["two"], "kind": ["b"]}),
+        write(tmp_path, "c.parquet", {"review": ["three"], "kind": ["a"]}, large),
+    ]
+    for order in itertools.permutations(paths):
+        rows = open_files(order, streaming, text="review", label="kind")
+        assert sorted(row["review"] + row["kind"] for row in rows) == ["onea", "threea", "twob"]
+    other = write(tmp_path, "d.parquet", {"review": ["four"], "kind": [1]})
+    with pytest.raises(ValueError, match=r"cannot read b\.jsonl, d\.parquet: The features can't be aligned"):
+        open_files([paths[1], other], streaming, text="review", label="kind")
+
+
 def test_columns_of_a_pattern_are_those_of_training(arguments, tmp_path):
     rows = "x0,x1,kind\n" + "1,2,0\n3,4,1\n" * 10
     changes = {"train_file": text_file(tmp_path / "a.csv", rows), "features_column": "x*", "label_column": "kind"}
@@ -272,6 +290,10 @@ def test_sound_that_cannot_be_read(arguments, tmp_path):
     (tmp_path / "clips" / "low" / "9.wav").write_bytes(raw)
     with pytest.raises(ValueError, match=r"low/9\.wav: is no WAV file of PCM: 64 bits a sample.*ffmpeg"):
         load_clips()
+    (tmp_path / "clips" / "high" / "train.wav").write_bytes(bytes(raw))
+    with pytest.raises(ValueError, match=r"'.*high/0\.wav', as 5 of 6 files, is in no split of `datasets`: it enters"):
+        load_clips()
+    (tmp_path / "clips" / "high" / "train.wav").unlink()
     (tmp_path / "clips" / "metadata.csv").write_text("file_name,label\nlow/0.wav,0\n")
     with pytest.raises(ValueError, match=r"label is the name of its folder, so take out '.*metadata\.csv'"):
         load_clips()
@@ -323,6 +345,7 @@ def test_errors_come_before_any_work(changes, message, arguments, tmp_path, monk
 BAD_ROWS = [
     ({"pixels": [[1], [2], []]}, "row 2 of .*: features_column 'pixels' holds 0 steps, and frame_length is 1"),
     ({"pixels": [[1], [2], [0.5, None]]}, "row 2 of .* must hold finite numbers, got nan|must hold numbers"),
+    ({"pixels": [[1.0], [2.0], [1e39]]}, r"row 2 of .* must hold finite numbers, got 1e\+39; in float32"),
     ({"pixels": [["a"], ["b"], ["c"]]}, r"row 0 of .* must hold numbers, got \['a'\]"),
     ({"pixels": [[[1, 2]], [[3, 4], [5]], [[6, 7]]]}, "row 1 of .* must hold numbers, or frames of one width: .*shape"),
     ({"pixels": [[[1, 2]], [[3, 4]], [[5]]]}, r"row 2 of .* must hold frames of 2 numbers, .*shape \(1, 1\)"),

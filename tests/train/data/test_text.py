@@ -204,6 +204,27 @@ def test_text_is_text_whatever_it_says(streaming, tmp_path):
         assert sorted(drawn(text, len(expected))) == sorted(block.tobytes() for block in expected), name
 
 
+def test_shards_whose_other_columns_differ(tmp_path):
+    (tmp_path / "0.jsonl").write_text('{"id": 1, "text": "one"}\n')
+    (tmp_path / "1.jsonl").write_text('{"id": "b", "text": "two", "more": {"x": 1}}\n')
+    Dataset.from_dict({"text": ["three"]}).to_parquet(tmp_path / "2.parquet")
+    Dataset.from_dict({"text": ["four"], "id": [4]}).to_parquet(tmp_path / "3.parquet")
+    assert list(read_files([str(tmp_path)])) == ["one", "two", "three", "four"]
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    for name in ("books/a.txt", "shared/b.txt"):
+        (tmp_path / name).parent.mkdir()
+        write(tmp_path / name, name)
+    (tmp_path / "books" / "more").symlink_to(tmp_path / "shared")
+    (tmp_path / "shared" / "loop").symlink_to(tmp_path / "books")
+    (tmp_path / "shared" / "again").symlink_to(tmp_path / "shared")
+    assert list(read_files([str(tmp_path / "books")])) == ["books/a.txt", "shared/b.txt"]
+    (tmp_path / "books" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"cannot read books \(3 files\): there is no file '.*books/gone\.txt'"):
+        list(read_files([str(tmp_path / "books")]))
+
+
 BROKEN = {
     "empty.jsonl": (b"", "cannot read empty.jsonl: no file with anything in it"),
     "latin.txt": (b"caf\xe9" * 99, "cannot read .*can't decode byte 0xe9"),
@@ -292,6 +313,17 @@ def test_mapped_streams_are_those_of_memory_and_made_once(encoder, tmp_path, mon
     assert sorted((tmp_path / "cache").rglob("*.arrow")) == made
     other = TokenizerEncoder(bpe_tokenizer(["ab" * 9]), "mine")
     assert np.array_equal(to_mapped_stream(rows, "text", other)[0], to_stream(texts, other)[0])
+
+
+def test_large_texts_fill_rows_of_their_own(tmp_path, monkeypatch):
+    """A row of ids has a limit, as a cell of text has."""
+    rows = open_files(write(tmp_path / "a.txt", "ab" * 30) + write(tmp_path / "b.txt", "cd" * 50), False, column="text")
+    monkeypatch.setattr("essm_train.data.blocks._BYTES_AT_ONCE", 199)
+    mapped, _ = to_mapped_stream(rows, "text", BYTES)
+    assert [len(chunk) for chunk in mapped.chunks] == [61, 101]
+    monkeypatch.setattr(document_files, "_MAX_TEXT_BYTES", 99)
+    with pytest.raises(ValueError, match=r"cannot read '.*b\.txt': a text holds at most 2 GB; split it"):
+        open_files([str(tmp_path)], streaming=True)
 
 
 def test_a_text_whose_end_is_held_out_becomes_tokens_once(tmp_path, monkeypatch):

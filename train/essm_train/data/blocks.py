@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets.fingerprint import Hasher
 from torch import Tensor
@@ -24,7 +25,7 @@ from essm_train.data.tokens import ByteEncoder, Encoder
 from modeling_essm.training.byte_tokenizer import PAD_ID
 
 Stream: TypeAlias = np.ndarray | pa.ChunkedArray
-_TEXTS_AT_ONCE = 100
+_TEXTS_AT_ONCE, _BYTES_AT_ONCE = 100, 1 << 30  # of a row of ids, which holds at most 2^31 - 1
 _FORMAT = 2  # raised whenever the same texts and encoder give other tokens
 
 
@@ -52,12 +53,13 @@ def to_mapped_stream(rows: datasets.Dataset, column: str, encoder: Encoder) -> t
         ids, size = encoder(*texts)
         return {"ids": [ids], "texts": [len(texts)], "bytes": [size]}
 
+    largest = pc.max(pc.binary_length(rows.with_format("arrow")[:].column(column))).as_py() or 1
     count = datasets.Value("int64")
     ids = datasets.List(datasets.Value(np.dtype(encoder.dtype).name))
     made = rows.map(
         encode,
         batched=True,
-        batch_size=_TEXTS_AT_ONCE,
+        batch_size=min(_TEXTS_AT_ONCE, max(1, _BYTES_AT_ONCE // largest)),
         writer_batch_size=1,  # a row is megabytes
         remove_columns=rows.column_names,
         features=datasets.Features({"ids": ids, "texts": count, "bytes": count}),

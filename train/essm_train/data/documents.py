@@ -7,11 +7,13 @@ import glob
 import hashlib
 import io
 import itertools
+import os
 import sys
 import sysconfig
 import wave
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 # The default corpus: programs, not their tests, tables or generated files.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 _MAX_FILE_BYTES, _MAX_CORPUS_BYTES = 1 << 18, 1 << 24
+_MAX_TEXT_BYTES = 2**31 - 2  # of a cell of Arrow
 _HELD_OUT_ONE_IN = 50
 _DIGEST_ROWS = 64  # of a stream
 _CONVERT = "convert it, for example by `ffmpeg -i in.wav -c:a pcm_s16le out.wav`"
@@ -58,12 +61,21 @@ def standard_library() -> tuple[list[str], list[str]]:
 
 def files_of(paths: Sequence[str]) -> list[str]:
     """The paths, and for a folder all files below it, sorted, without hidden ones; empty files are left out."""
-    found: list[Path] = []
-    for path in map(Path, paths):
-        inside = sorted(file.relative_to(path) for file in path.rglob("*") if file.is_file())
-        found += [path / name for name in inside if not any(part.startswith(".") for part in name.parts)]
-        found += [] if path.is_dir() else [path]
-    return [str(path) for path in found if not path.exists() or path.stat().st_size]
+    found = chain.from_iterable(_below(path) if path.is_dir() else [path] for path in map(Path, paths))
+    return [str(path) for path in found if not path.exists() or (path.is_file() and path.stat().st_size)]
+
+
+def _below(folder: Path) -> list[Path]:
+    """What is no folder, also in linked ones, of which each is entered once."""
+    found, entered = list[Path](), set[str]()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [Path(place, name) for name in files if not name.startswith(".")]
+    return sorted(found)
 
 
 def describe_files(paths: Sequence[str]) -> str:
@@ -170,8 +182,12 @@ def open_files(
         ValueError: as `load`; there is nothing in them, or no such column.
     """
     what = what or describe_files(paths)
-    parts = []
-    for builder, group in itertools.groupby(files_of(paths), _builder):
+    found, parts = files_of(paths), []
+    if absent := [path for path in found if not Path(path).exists()]:
+        raise ValueError(f"cannot read {what}: there is no file {absent[0]!r}")
+    if large := [path for path in found if _builder(path) == "text" and Path(path).stat().st_size > _MAX_TEXT_BYTES]:
+        raise ValueError(f"cannot read {large[0]!r}: a text holds at most 2 GB; split it, as by `split -C 1G`")
+    for builder, group in itertools.groupby(found, _builder):
         files = [glob.escape(str(Path(path).absolute())) for path in group]  # `datasets` takes patterns
         options = _options(builder, column or text, label, streaming)
         if builder == "csv" and column is not None:  # types of other columns may change after rows that have been read
@@ -180,9 +196,13 @@ def open_files(
         try:
             rows = load(what, builder, data_files=files, **options)
         except ValueError:
-            for file in files if len(files) > 1 else []:  # which one it was
-                load(file, builder, data_files=[file], **options)
-            raise
+            if len(files) == 1:
+                raise
+            apart = [load(file, builder, data_files=[file], **options) for file in files]  # which one it was
+            if column is None:
+                raise
+            with reading(what):  # none: their other columns differ
+                rows = datasets.concatenate_datasets([only_text(part, column, what) for part in apart])
         if builder == "csv" and not streaming:
             rows = _labels_of_csv(rows, label, names, what)
         if builder == "text" and column not in (None, "text"):
@@ -190,14 +210,22 @@ def open_files(
         parts.append(rows if column is None else only_text(rows, column, what))
     if not parts:
         raise ValueError(f"cannot read {what}: no file with anything in it")
-    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    with reading(what):
+        return parts[0] if len(parts) == 1 else datasets.concatenate_datasets([*map(_with_short_text, parts)])
+
+
+def _with_short_text(rows: Any) -> Any:
+    """Rows whose text is of Arrow's `string`, as json's is; that of csv is of `large_string`."""
+    large = [name for name, kind in (rows.features or {}).items() if kind == datasets.Value("large_string")]
+    string = dict.fromkeys(large, datasets.Value("string"))
+    return rows.cast(datasets.Features({**rows.features, **string})) if large else rows
 
 
 def only_text(rows: Any, column: str, what: str) -> Any:
     """Rows with that column alone. Raises ValueError if there is no such column, or it does not hold text."""
     with reading(what):
         rows = rows.select_columns([column])
-        kind = getattr(features_of(rows).get(column, datasets.Value("null")), "dtype", "lists")
+        kind = getattr(features_of(rows).get(column, datasets.Value("null")), "dtype", "values of another kind")
     if kind not in ("string", "large_string", "null"):
         raise ValueError(f"column {column!r} of {what} must hold text, got {kind}")
     other = kind == "large_string" or (kind == "null" and isinstance(rows, datasets.Dataset))  # of csv; of no text
@@ -256,7 +284,7 @@ def load_splits(
     with reading(what):
         builder, local = datasets.load_dataset_builder(name, config_name), Path(name).is_dir()
         if local and builder.name == "audiofolder":
-            return sound_splits(builder, streaming)
+            return sound_splits(name, builder, streaming)
     is_csv = builder.name == "csv"
     options = _options(str(builder.name), text, label, streaming) if local or is_csv else {}
     splits = load(what, name, config_name, streaming=streaming, **options)
@@ -265,16 +293,16 @@ def load_splits(
     return splits
 
 
-def sound_splits(builder: Any, streaming: bool) -> dict[str, Any]:
+def sound_splits(name: str, builder: Any, streaming: bool) -> dict[str, Any]:
     """Splits of a local folder of sound as `datasets` finds them, columns audio and label.
 
     Label is the name of the folder that a file lies in, as text. (`datasets` itself cannot even list sound without
     torchcodec, so it says which files there are, and `decode_wav` reads them.)
 
     Raises:
-        ValueError: sound in another format than WAV, or a table of metadata.
+        ValueError: sound in another format than WAV, a table of metadata, or sound that `datasets` leaves out.
     """
-    splits: dict[str, Any] = {}
+    splits, taken = dict[str, Any](), set[Path]()
     for split, files in builder.config.data_files.items():
         paths = [path for path in map(Path, files) if path.suffix.lower() in builder.EXTENSIONS]
         if tables := [str(file) for file in files if Path(file).stem == "metadata"]:
@@ -284,6 +312,13 @@ def sound_splits(builder: Any, streaming: bool) -> dict[str, Any]:
         sounds = [{"bytes": None, "path": str(path)} for path in paths]
         rows = datasets.Dataset.from_dict({"audio": sounds, "label": [path.parent.name for path in paths]})
         splits[str(split)] = rows.to_iterable_dataset() if streaming else rows
+        taken |= {path.resolve() for path in paths}
+    below = [path for path in files_of([name]) if Path(path).suffix.lower() in builder.EXTENSIONS]
+    if left := [path for path in below if Path(path).resolve() not in taken]:
+        raise ValueError(
+            f"{left[0]!r}, as {len(left):,} of {len(below):,} files, is in no split of `datasets`: it enters no linked "
+            "folder, and where the name of a file or folder holds train, test, dev or valid, it leaves out all others"
+        )
     return splits
 
 

@@ -135,8 +135,12 @@ class FeatureReader:
                 f"{where} must hold frames of {self.num_features} numbers, as in the first row, got an array of shape "
                 f"{array.shape}"
             )
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise ValueError(f"{where} must hold finite numbers, got {array[~np.isfinite(array)][0]}")
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(array.astype(np.float32))
+        if not finite.all():
+            raise ValueError(
+                f"{where} must hold finite numbers, got {array[~finite][0]}; in float32 they end at 3.4e38"
+            )
         if self.is_uint8 and (wrong := (array < 0) | (array > 255)).any():
             raise ValueError(f"{where} must hold numbers in [0, 255] for feature_scale uint8, got {array[wrong][0]}")
         if (frames := len(array) // self.frame_length) == 0:
