@@ -4,14 +4,15 @@
     python -m benchmarks.gpu_all --seconds 540 [--model runs/train_clm/model]
 
 Every part is a process of its own, so that one that fails costs the others nothing. The file is written after every
-part, so the call may be stopped at any time. A part has its own limit, and never more than what is left; one for which
-there is no time is not begun, and the file says so.
+part, so the call may be stopped at any time, and stops the part that runs. A part has its own limit, and never more
+than what is left; one for which there is no time is not begun, and the file says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -30,10 +31,10 @@ _ELASTIC = "--config hub_configs/essm-elastic-21m"
 _SHAPE = f"{_ELASTIC} --length 4096 --batch 8"
 PARTS: dict[str, tuple[str, float]] = {  # what follows `python`, and the seconds that it may take
     "tests": ("-m pytest -q -m gpu -p no:cacheprovider tests/package/test_spectral_ops.py", 40),
-    "contexts": (f"-m benchmarks.decoding {_ELASTIC} --contexts 1024 16384 --rounds 3", 40),
+    "contexts": (f"-m benchmarks.decoding {_ELASTIC} --contexts 1024 16384 --rounds 3", 80),
     "step": (f"-m benchmarks.training_step --table models {_SHAPE} --rounds 3", 50),
     "layer": ("-m benchmarks.spectral_layer --lengths 16384 --batches 4 --rounds 3", 40),
-    "drafted": ("-m benchmarks.speculative --model", 60),
+    "drafted": ("-m benchmarks.speculative --rounds 3 --draft_budgets 2 4 --draft_lengths 0 4 --model", 100),
     "limit": (f"-m benchmarks.decoding --table limit {_ELASTIC} --rounds 3", 90),
     "compiled": (f"-m benchmarks.training_step --table essm {_SHAPE} --rounds 3", 120),
 }
@@ -87,4 +88,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by which `subprocess.run` ends its process
     main()

@@ -292,7 +292,8 @@ def _divergence(teacher: Tensor, logits: Tensor, labels: Tensor | None, num_item
         return _summed_divergence(teacher, logits, scored) / divisor
     # Text by text, and again in the backward pass: fp32 copies of all logits, of a large vocabulary, fill a GPU.
     texts = zip(teacher, logits, scored)
-    sums = [checkpoint(_summed_divergence, *text, use_reentrant=False) for text in texts]
+    # (The state of the random numbers, of which none are drawn, cannot always be read while a CUDA graph is recorded.)
+    sums = [checkpoint(_summed_divergence, *text, use_reentrant=False, preserve_rng_state=False) for text in texts]
     return torch.stack(sums).sum() / divisor
 
 
