@@ -17,8 +17,11 @@ import time
 import torch
 
 from modeling_essm import ESSMCache, ESSMForCausalLM
+from modeling_essm.training.byte_tokenizer import VOCAB_SIZE
 
 model = ESSMForCausalLM.from_pretrained(sys.argv[1]).eval()
+if model.config.vocab_size != VOCAB_SIZE:
+    sys.exit(f"a model of bytes has {VOCAB_SIZE} tokens, and this one {model.config.vocab_size}")
 length = int(sys.argv[2]) if len(sys.argv) > 2 else 400
 capacity = budget = model.config.num_spectral_channels
 presets = model.config.budget_presets or {}

@@ -11,6 +11,7 @@ stops at no patience, and a run goes on only with --resume_from_checkpoint.
 
 import dataclasses
 import math
+import sys
 from pathlib import Path
 
 from datasets import Dataset
@@ -27,12 +28,14 @@ from essm_train.run.steps import make_optimizer
 from modeling_essm.training import BudgetDropoutCallback
 
 args = parse_arguments(CLMArguments)
+if args.is_baseline:
+    sys.exit(f"--architecture {args.architecture} has no budgets to train: use essm-train-clm")
 folder, goes_on = Path(args.output_dir), args.resume_from_checkpoint or args.overwrite_output_dir
 claim(folder.parent, [folder.name], overwrite=bool(goes_on), flag="--overwrite_output_dir")
 encoder = make_encoder(args)
 set_seed(args.seed)
 model = build_model(args, encoder)
-schedule = make_schedule(args, model)
+schedule = dataclasses.replace(make_schedule(args, model), updates=0)  # Trainer counts them
 model.config.trained_budgets = list(schedule.budgets)
 text = load_text(args, encoder)
 blocks = text.source.load(range(text.source.num_samples))

@@ -75,6 +75,8 @@ def test_train_with_trainer(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "model").vocab_size == 259
     again = run_script(ROOT / "examples" / "train_with_trainer.py", *places, *options.split())
     assert again.returncode and "holds run, which this run did not write" in again.stderr
+    baseline = run_script(ROOT / "examples" / "train_with_trainer.py", *places, "--architecture", "s4d")
+    assert baseline.returncode and "has no budgets to train: use essm-train-clm" in baseline.stderr
 
 
 def test_byte_terminal(saved):
@@ -88,7 +90,10 @@ def test_byte_terminal(saved):
 
 
 def test_byte_terminal_ends_with_its_input(tmp_path):
-    """In the middle of a completion, and after bytes that are no UTF-8."""
+    """In the middle of a completion, and after bytes that are no UTF-8. It refuses a model of other tokens."""
     random_model().save_pretrained(tmp_path)
     run = run_script(ROOT / "examples/byte_terminal.py", tmp_path, "30", stdin=b"caf\xe9 x\n", timeout=60)
     assert run.returncode == 0 and run.stdout.count(" of 32> ") == 2, run.stderr
+    random_model(vocab_size=300).save_pretrained(tmp_path)
+    run = run_script(ROOT / "examples/byte_terminal.py", tmp_path)
+    assert run.returncode and "a model of bytes has 259 tokens, and this one 300" in run.stderr
