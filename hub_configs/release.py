@@ -105,7 +105,7 @@ def sample(model: Any, tokenizer: Any, prompt: str, budget: int) -> str:
 def size_rows(source: Path, budgets: list[int], data: HeldOut) -> list[str]:
     """File size and bits per byte of prefixes in bf16, and of all channels in int8, as rows of a Markdown table."""
     formats = [("bf16", K, {}) for K in budgets]
-    formats.append(("int8", budgets[-1], {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}))
+    formats.append(("int8, all else bf16", budgets[-1], {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig())}))
     rows = []
     for name, K, options in formats:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, spectral_capacity=K, **options)

@@ -3,7 +3,8 @@
 
 phi_k, sigma_k are the eigenpairs, descending, of the Hankel matrix Z_ij = 2 / ((i+j)^3 - (i+j)), i, j = 1..H (Eq. 4).
 Z itself is numerically hopeless (sigma_32 is 1e-17 of sigma_1), so it is never formed: Eq. (4) is an integral over
-beta in [0, 1], its quadrature factors Z = F F^T, and the SVD of F holds sqrt(sigma) and the filters to fp64 accuracy.
+beta in [0, 1], its quadrature factors Z = F F^T, and the SVD of F holds sqrt(sigma) and the filters, filter k to about
+eps * sqrt(sigma_1 / sigma_k).
 The filters obey phi(tau+1) = phi(tau) A with one N x N matrix, so the features f(t) = (phi * u)(t) are their own state:
 
     f(t) = A^T f(t-1) + phi(0)^T u(t)                                                                               (R)
