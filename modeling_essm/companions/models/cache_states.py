@@ -56,6 +56,11 @@ class StateCache(DynamicCache):
     def __len__(self) -> int:
         return len(self.states)
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Not as a linear attention's cache, which `generate` gives the whole text again."""
+        return [False]
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._seen_tokens
 

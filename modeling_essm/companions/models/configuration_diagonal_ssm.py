@@ -93,6 +93,9 @@ class DiagonalSSMConfig(SavedConfig, PreTrainedConfig):
         if self.state_sizes is None:
             self.state_sizes = [self.state_size] * self.num_hidden_layers  # type: ignore[list-item]
         self.state_sizes = list(self.state_sizes)
+        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+            if self.vocab_size <= getattr(type(self), name) == getattr(self, name):
+                setattr(self, name, None)  # those of bytes, in a smaller vocabulary
         kwargs["auto_map"] = AUTO_MAP | (kwargs.get("auto_map") or {})  # folders load through every Auto class
         super().__post_init__(**kwargs)
 

@@ -240,8 +240,26 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         """A StateCache, whatever kind the library would make."""
+        if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+            raise ValueError("prefill_chunk_size reads input_ids in pieces, and inputs_embeds only whole: give one")
         if generation_config.use_cache is not False and model_kwargs.get(CACHE) is None:
             model_kwargs[CACHE] = StateCache()
+
+    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
+        """As in transformers; a cache that has read all of the prompt is an error."""
+        embeds, mask, cache = (model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", CACHE))
+        length, held = (
+            (input_ids if embeds is None else embeds).shape[1],
+            0 if cache is None else cache.get_seq_length(),
+        )
+        # New tokens alone come with the mask of all, of which newer libraries keep the length where it masks nothing.
+        covered = getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
+        if held and held >= max(length, covered):
+            raise ValueError(
+                f"past_key_values has read {held} positions, and the prompt has {length}: generate needs the text that "
+                "the cache has read and at least one token more, or new tokens alone and the mask of all"
+            )
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     @staticmethod
     def create_masks_for_generate(attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:

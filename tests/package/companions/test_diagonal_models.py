@@ -12,6 +12,7 @@ from torch.func import functional_call, grad, vmap
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from modeling_essm.companions import (
+    DiagonalSSMConfig,
     DiagonalSSMForCausalLM,
     DiagonalSSMForSequenceClassification,
     DiagonalSSMModel,
@@ -251,6 +252,32 @@ def test_generation_from_padded_prompts(kind):
     assert torch.equal(generated[1:], model.generate(ids[1:], **greedy))
     pieces = model.generate(ids.masked_fill(mask == 0, 0), attention_mask=mask, prefill_chunk_size=2, **greedy)
     assert torch.equal(pieces, generated)
+
+
+@pytest.mark.parametrize("kind", ["lru", "s4d"])
+def test_generation_goes_on_from_a_cache(kind):
+    """With the whole text, of which it reads what is new, or with new tokens alone and the mask of all."""
+    model, ids, new = diagonal_model(kind), ids_of(2, 9), ids_of(2, 3)
+    greedy = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    text = torch.cat([ids, new], 1)
+    expected = model.generate(text, **greedy)[:, 12:]
+    for prompt in (text, new):
+        cache = model(ids, use_cache=True).past_key_values
+        found = model.generate(prompt, attention_mask=torch.ones(2, 12).long(), past_key_values=cache, **greedy)
+        assert torch.equal(found[:, prompt.shape[1] :], expected) and cache.get_seq_length() == 17
+    with pytest.raises(ValueError, match="past_key_values has read 17 positions, and the prompt has 12"):
+        model.generate(text, past_key_values=cache, **greedy)
+    embeds = model.get_input_embeddings()(ids)
+    with pytest.raises(ValueError, match="prefill_chunk_size reads input_ids in pieces"):
+        model.generate(ids, inputs_embeds=embeds, prefill_chunk_size=2, **greedy)
+
+
+def test_special_tokens_are_in_the_vocabulary():
+    """Those of bytes where it has them, and such as are given."""
+    names = ("pad_token_id", "bos_token_id", "eos_token_id")
+    found = [[getattr(DiagonalSSMConfig(vocab_size=size), name) for name in names] for size in (100, 258, 259)]
+    assert found == [[None] * 3, [256, 257, None], [256, 257, 258]]
+    assert DiagonalSSMConfig(vocab_size=100, eos_token_id=[3, 4]).eos_token_id == [3, 4]
 
 
 @both
