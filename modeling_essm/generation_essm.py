@@ -188,6 +188,8 @@ class ElasticGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         """An ESSMStaticCache, which steps are compiled with, for `cache_implementation="static"`; else an ESSMCache."""
         if generation_config.prefill_chunk_size is not None:
+            if model_kwargs.get("inputs_embeds") is not None:
+                raise ValueError("prefill_chunk_size reads input_ids in pieces, and inputs_embeds only whole: give one")
             check_left_padding("prefill_chunk_size", model_kwargs.get("attention_mask"))
             cache = model_kwargs.get(CACHE)
             if cache is not None and cache.get_seq_length() and not _CHUNKS_GO_ON:

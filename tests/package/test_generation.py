@@ -292,6 +292,7 @@ RIGHT = {"attention_mask": (torch.arange(9) < torch.tensor([[9], [8]])).long()}
         ({"spectral_budget": torch.tensor(2.7)}, r"must be an integer in \[1, 32\], got tensor\(2.7"),
         ({"prompt_lookup_num_tokens": 3}, "assisted generation is not supported with stateful models"),
         ({"assistant_model": level_model(seed=1)}, "assisted generation is not supported with stateful models"),
+        ({"prefill_chunk_size": 7, "inputs_embeds": torch.zeros(2, 9, 16)}, "prefill_chunk_size reads input_ids in pi"),
         ({"prefill_chunk_size": 7} | RIGHT, r"needs prompts padded on the left.*rows \[1\]"),
         ({"custom_generate": speculate(2)} | RIGHT, r"needs prompts padded on the left.*rows \[1\]"),
     ],
