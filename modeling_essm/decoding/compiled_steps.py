@@ -136,6 +136,8 @@ class CompiledSteps:
             return None
         if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return None
+        if torch.is_autocast_enabled(input_ids.device.type):
+            return None
         if any(layer.filled is not None for layer in cache.layers):
             return None
         states = cache.states
@@ -143,8 +145,8 @@ class CompiledSteps:
         if program is None:
             if any(layers == budget.layers and shapes[0][0][0] == len(input_ids) for layers, shapes in self._steps):
                 logger.warning_once(
-                    "a compiled step is not used, since the states of this cache have other shapes; steps run eagerly. "
-                    "A cache with room for a larger budget needs compile_decoding(.., state_budget=that budget)"
+                    "a compiled step is not used, since the states of this cache have another shape or dtype; it runs "
+                    "eagerly. A cache with room for a larger budget needs compile_decoding(.., state_budget=it)"
                 )
             return None
         if not self._is_current(model):
@@ -195,8 +197,8 @@ def _where(model: Any) -> tuple[torch.dtype, torch.device]:
 
 
 def _key(layers: tuple[int, ...], states: _States) -> Any:
-    """Budgets, shapes and strides. A new layout falls back to the eager step instead of being compiled."""
-    return layers, tuple((tensor.shape, tensor.stride()) for tensor in states.values())
+    """Budgets, shapes, strides and dtypes. A new layout falls back to the eager step instead of being compiled."""
+    return layers, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in states.values())
 
 
 def _check(actual: Tensor, expected: Tensor, what: str, model: Any) -> None:

@@ -112,6 +112,20 @@ def test_states_laid_out_otherwise_are_not_compiled_for(taken):
     assert len(taken) == 2  # the first runs eagerly, and leaves states as they should lie
 
 
+def test_other_dtypes_are_not_compiled_for(taken):
+    """Of the states, as a cache on disk may have been cast, or of products under autocast."""
+    model = compiled_model([5], taken, **ONE)
+    _, cache = decode(model, random_ids(1, 4), 5)
+    taken.clear()
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(random_ids(1, 1), past_key_values=cache, spectral_budget=5)
+        for layer in cache.layers:
+            layer.apply(torch.Tensor.double)
+        model(random_ids(1, 1), past_key_values=cache, spectral_budget=5)
+    assert not taken
+
+
 def off_by_a_little(logits, states):
     return logits + 1e-3 * logits.norm() * torch.nn.functional.normalize(torch.ones_like(logits), dim=-1), states
 
