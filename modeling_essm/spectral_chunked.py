@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from .spectral_constants import (
     Realization,
@@ -382,6 +383,31 @@ def _backward(ctx, dy, dstate, _dx):
 
 
 _chunked_forward.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+# torch.utils.flop_counter, which counts matrix products, cannot look into an operator.
+
+
+def _scan_products(n: int) -> int:
+    return 0 if n < 2 else n // 2 + (n - 1) // 2 + _scan_products(n // 2)
+
+
+def _count_flops(u: Any, gates: Any, M: Any, N: int, C: int, inside: int) -> int:
+    """Of the operator, from shapes; products inside the chunks are made so many times."""
+    (B, L, D), K = u, gates[2]
+    chunks, steps = -(-L // C), min(L, C)
+    mixing = M[2] if len(M) == 3 else 0  # by diagonal M_k it is no product
+    in_chunks = B * chunks * steps * K * D * (C + N + mixing)
+    between = B * D * N * ((chunks - 1) * C + _scan_products(chunks) * N + C + N)
+    return 2 * (inside * in_chunks + between)
+
+
+flop_registry[_chunked_forward._opoverload._overloadpacket] = shape_wrapper(
+    lambda u, gates, M, x0, lengths, H, N, C, out_shape: _count_flops(u, gates, M, N, C, inside=1)
+)
+flop_registry[_chunked_backward._opoverload._overloadpacket] = shape_wrapper(
+    lambda dy, dstate, u, gates, M, x, lengths, H, N, C, out_shape: _count_flops(u, gates, M, N, C, inside=2)
+)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

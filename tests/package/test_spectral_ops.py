@@ -7,6 +7,7 @@ That the definition is Eq. (7) is tested in test_reference, and sequences cut in
 import pytest
 import torch
 from operators import TOLERANCE, H, make_heads, make_inputs, reachable_state, relative_error, run
+from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_essm import spectral_chunked, spectral_ops
 from modeling_essm.spectral_ops import ALGORITHMS, SpectralOperator
@@ -90,6 +91,27 @@ def test_a_budget_touches_only_its_prefix(algorithm):
 
 
 @torch.no_grad()
+@MIXING
+def test_the_librarys_counter_of_flops_counts_what_is_inside(make):
+    for L in (1, 9, 100):
+        u, gates, M = make(
+            2, L, 6, dtype=torch.bfloat16
+        )  # in fp32 an in-place product is one that torch does not count
+        inputs = u, gates, M, None, None, H, 20, 8
+        y, state, x = spectral_chunked._chunked_forward(*inputs)
+        gradients = torch.ones_like(y), torch.ones_like(state), u, gates, M, x, None, H, 20, 8
+        for operator, arguments in (
+            (spectral_chunked._chunked_forward, inputs),
+            (spectral_chunked._chunked_backward, gradients),
+        ):
+            told, counted = (FlopCounterMode(display=False) for _ in range(2))
+            with told:
+                operator(*arguments)
+            with counted:
+                operator._init_fn(*arguments)
+            assert told.get_total_flops() == counted.get_total_flops() > 0
+
+
 def test_no_rows_make_a_step():
     """Where a step would wait for its matrices, too: rows of theirs are shared out among the threads."""
     u, gates, M = torch.zeros(0, 1, 256), torch.zeros(0, 1, 4), torch.zeros(4, 256, 256)
