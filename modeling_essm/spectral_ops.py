@@ -66,7 +66,8 @@ def _is_memory_bound(features: Tensor, M_flat: Tensor) -> bool:
         return False
     if M_flat.device.type != "cpu" or not 0 < features.shape[0] <= 4 or M_flat.dtype == torch.float64:
         return False
-    return M_flat.nbytes >= _CACHED_BYTES_CPU or M_flat.dtype == torch.float16  # BLAS is slow in fp16 at any size
+    num_bytes = M_flat.numel() * M_flat.element_size()
+    return num_bytes >= _CACHED_BYTES_CPU or M_flat.dtype == torch.float16  # BLAS is slow in fp16 at any size
 
 
 def _weighted_row_sum(weights: Tensor, rows: Tensor) -> Tensor:

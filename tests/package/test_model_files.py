@@ -18,6 +18,7 @@ from helpers import (
     random_masks,
     random_model,
 )
+from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, grad
 
 from modeling_essm import ESSMCache, ESSMConfig, ESSMForCausalLM
@@ -55,6 +56,26 @@ def test_compiled_calls_and_training_equal_eager(fields):
         gradients.append([p.grad for p in model.parameters()])
     for eager, other in zip(*gradients):
         assert_close(other, eager)
+
+
+@pytest.mark.parametrize("variant", ["paper", "elastic"])
+def test_compiled_for_any_length(variant):
+    torch._dynamo.reset()
+    model = random_model(**VARIANTS[variant] | ONE, chunk_size=4)
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    with torch.no_grad():
+        for length in (9, 20):
+            ids = random_ids(2, length)
+            assert_close(compiled(ids, use_cache=False).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+def test_shapes_without_values(fields):
+    """On the meta device, and of fake tensors, with which tools find out what a call would take."""
+    model, ids = random_model(**fields), random_ids(2, 9)
+    assert copy.deepcopy(model).to("meta")(ids.to("meta")).logits.shape == (2, 9, 259)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert model(fake.from_tensor(ids)).logits.shape == (2, 9, 259)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
