@@ -91,7 +91,8 @@ class ESSMConfig(PreTrainedConfig):
         filter_length (`int`): H, size of the Hankel matrix and the longest sequence on which the recurrence equals the
             convolution. It costs nothing, so choose it at least as long as any sequence you will see;
             H = training length reproduces the paper.
-        state_margin (`int`): states kept beyond K so that the first K filters are reproduced, see `num_states`.
+        state_margin (`int`): states kept beyond K so that the first K filters are reproduced, see `num_states`; with
+            few of them, steps and later parts of a sequence are only near the convolution.
         scaling_exponent (`float`, *optional*): power of sigma_k in Eq. (7), 1/4 in the paper, 0 in the elastic block.
         chunk_size (`int`, *optional*): C, steps that one matrix product of the chunked algorithm covers, by default 64,
             32 in the elastic block; at most `filter_length` and 512 are used.
