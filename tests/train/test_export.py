@@ -239,6 +239,11 @@ def test_an_export_replaces_an_export_and_nothing_else(classifier_folder, tmp_pa
         export(*arguments, "--overwrite")
     assert all(path.read_bytes() == content for path, content in before.items())
     (tmp_path / "out" / "thesis.tex").unlink()
+    with (
+        contextlib.chdir(tmp_path / "out"),
+        pytest.raises(ValueError, match="cannot be replaced, as it is mounted or current"),
+    ):
+        export(*arguments[:-1], ".", "--overwrite")
     for other in ("{}", "[]"):
         (tmp_path / "out" / "export.json").write_text(other)
         with pytest.raises(ValueError, match=r"holds '.*', which no export wrote"):

@@ -148,6 +148,8 @@ def test_mambas_with_calibration_text(make, texts, tmp_path):
         ({"amount": 0.5, "method": "best"}, "method must be one of aire, .*got 'best'"),
         ({"amount": 0.5, "task": "smnist"}, "give task or text_files"),
         ({"amount": 0.5, "data_dir": "data"}, "data_dir needs task"),
+        ({"amount": 0.5, "granularity": "mode_index"}, "mode_index' needs modes for every channel"),
+        ({"amount": 0.5, "calibration_files": ["x.txt"]}, "calibration_files are for Mamba and Mamba-2"),
     ],
 )
 def test_bad_arguments(saved, texts, tmp_path, changes, message):

@@ -45,6 +45,10 @@ def check_output(folder: Path, overwrite: bool, model: str) -> None:
     known = {DESCRIPTION, *found["files"]} if isinstance(found, dict) and "files" in found else set()
     if present - known:
         raise ValueError(f"output_dir {str(folder)!r} holds {min(present - known)!r}, which no export wrote")
+    if folder.exists() and (os.path.ismount(folder) or Path.cwd().is_relative_to(folder.resolve())):
+        raise ValueError(
+            f"output_dir {str(folder)!r} cannot be replaced, as it is mounted or current: name a folder in it"
+        )
     claim(folder.parent, [folder.name], overwrite=overwrite, reads=[model])
 
 

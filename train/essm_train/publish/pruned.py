@@ -72,8 +72,15 @@ def _prune(args: PruneArguments, output_dir: Path, partial: Path) -> None:
     else:
         assert args.text_files and encoder
         data = open_text(args.text_files, encoder, args.block_size, args.max_blocks)
-    batches = calibration(args, encoder) if encoder and args.calibration_files else None
     model = load_for(data, args.model, args.trust_remote_code)
+    layers = state_layers(model)
+    if args.calibration_files and not any(layer.adapter.selective for layer in layers):
+        raise ValueError(f"calibration_files are for Mamba and Mamba-2: no energy of {layers[0].kind} depends on text")
+    if args.granularity == "mode_index" and all(len(layer.adapter.shape(layer.module)) == 1 for layer in layers):
+        raise ValueError(
+            f"granularity 'mode_index' needs modes for every channel, which {layers[0].kind} does not have"
+        )
+    batches = calibration(args, encoder) if encoder and args.calibration_files else None
     if (device := working_device()).type != "mps":  # which has no fp64
         model.to(device)
     print(f"{describe(model)}\n{data.description}\n")
