@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import numbers
 import os
 import platform
 import reprlib
@@ -190,7 +191,8 @@ class BudgetProfile:
         if max_latency_ms is None and max_quality_drop is None:
             raise ValueError("choose_budget needs max_latency_ms, max_quality_drop or both")
         for name, value in (("max_latency_ms", max_latency_ms), ("max_quality_drop", max_quality_drop)):
-            if value is not None and (isinstance(value, bool) or not 0 <= value <= sys.float_info.max):
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if value is not None and not (is_number and 0 <= value <= sys.float_info.max):
                 raise ValueError(f"{name} must be a finite number >= 0, got {reprlib.repr(value)}")
         quality = self.quality
         good = quality.budgets if max_quality_drop is None else quality.within(max_quality_drop)

@@ -68,6 +68,8 @@ class DeadlineBudget:
         if isinstance(budgets, str) or not isinstance(budgets, (Sequence, Mapping)) or not budgets:
             raise ValueError(f"budgets must be a list of budgets, or a mapping to seconds, got {budgets!r}")
         given = {_of_all_layers(config, K): K for K in budgets}
+        if isinstance(budgets, Mapping) and len(given) < len(budgets):
+            raise ValueError(f"budgets must give each budget once, by number or name, got {budgets!r}")
         if isinstance(budgets, Mapping):
             self.seconds = {K: _positive(f"the seconds of budget {K}", budgets[name]) for K, name in given.items()}
         else:

@@ -62,6 +62,8 @@ def load_cache(path: str | os.PathLike, model: Any) -> ESSMCache:
         FileNotFoundError: no such file.
         ValueError: not a cache, damaged, or of another model; the message begins with the file's name.
     """
+    if os.path.isdir(path):
+        raise ValueError(f"{path} is a folder, and no saved cache")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -87,6 +87,7 @@ def test_time_buys_quality_and_not_size():
         ({"max_latency_ms": 10**400}, "max_latency_ms must be a finite number >= 0, got 1000"),
         ({"max_latency_ms": True}, "max_latency_ms must be a finite number >= 0, got True"),
         ({"max_quality_drop": 0.1, "device": "moon"}, "device need max_latency_ms, got 'moon' without it"),
+        ({"max_quality_drop": "0.02"}, "max_quality_drop must be a finite number >= 0, got '0.02'"),
         ({"max_quality_drop": -0.1}, "max_quality_drop must be a finite number >= 0, got -0.1"),
         ({"max_latency_ms": 2, "batch_size": 3}, r"batch_size must be one of \[1, 4\], measured on .*, got 3"),
         ({"max_latency_ms": 2, "phase": "train"}, r"phase must be one of \['prefill', 'decode'\].*got 'train'"),

@@ -167,13 +167,17 @@ def test_a_small_budget_may_be_slower():
         ({"budgets": []}, r"budgets must be a list of budgets, or a mapping to seconds, got \[\]"),
         ({"budgets": 4.0}, "budgets must be a list of budgets, or a mapping to seconds, got 4.0"),
         ({"budgets": [4, 33]}, r"\[1, 32\], got 33"),
-        ({"budgets": ["tiny"]}, "'tiny'; known presets: 'odd'"),
+        ({"budgets": ["tiny"]}, "'tiny'; known presets: 'odd', 'four'"),
         ({"budgets": ["odd"]}, r"names of integers, got 'odd', which is \[1, 2\]"),
+        (
+            {"budgets": {4: 0.1, "four": 0.2}},
+            "must give each budget once, by number or name, got {4: 0.1, 'four': 0.2}",
+        ),
         ({"budgets": {4: 0.0}}, "the seconds of budget 4 must be a finite number > 0, got 0.0"),
     ],
 )
 def test_errors(options, message):
-    model = level_model(budget_presets={"odd": [1, 2]})
+    model = level_model(budget_presets={"odd": [1, 2], "four": 4})
     with pytest.raises(ValueError, match=message):
         DeadlineBudget(model, **{"milliseconds_per_token": 5} | options)
 

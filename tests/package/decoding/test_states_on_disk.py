@@ -80,6 +80,8 @@ def test_files_that_are_no_caches(tmp_path):
         save_file({"a": torch.zeros(2)}, path, metadata=metadata)
         with pytest.raises(ValueError, match=message):
             load_cache(path, model)
+    with pytest.raises(ValueError, match=f"{tmp_path} is a folder, and no saved cache"):
+        load_cache(tmp_path, model)
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:50], b""):
         path.write_bytes(damaged)
