@@ -145,8 +145,8 @@ class CompiledSteps:
         if program is None:
             if any(layers == budget.layers and shapes[0][0][0] == len(input_ids) for layers, shapes in self._steps):
                 logger.warning_once(
-                    "a compiled step is not used, since the states of this cache have another shape or dtype; it runs "
-                    "eagerly. A cache with room for a larger budget needs compile_decoding(.., state_budget=it)"
+                    "a compiled step is unused: the states of this cache have another shape or dtype. Steps are eager. "
+                    "A cache with room for a larger budget needs compile_decoding(.., state_budget=that budget)"
                 )
             return None
         if not self._is_current(model):
