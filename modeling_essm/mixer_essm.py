@@ -126,9 +126,6 @@ def nested_gates(scores: Tensor, filter_length: int) -> Tensor:
     In fp32 or better; zero at later filters.
     """
     K, device, dtype = scores.shape[2], str(scores.device), torch.promote_types(scores.dtype, torch.float32)
-    if torch.compiler.is_dynamo_compiling():  # whose K may be symbolic, by which it cannot cut a constant
-        filters = torch.arange(K, device=scores.device)
-        return _normalised_softmax(scores, (filters + 1).to(dtype).sqrt(), filters[:, None] > filters)
     later = later_filters(filter_length, device)[:K, :K]
     return _normalised_softmax(scores, root_of_filters(filter_length, device, dtype)[:K], later)
 

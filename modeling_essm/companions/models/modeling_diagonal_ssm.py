@@ -248,10 +248,9 @@ class DiagonalSSMForCausalLM(DiagonalSSMPreTrainedModel, GenerationMixin):
     def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         """As in transformers; a cache that has read all of the prompt is an error."""
         embeds, mask, cache = (model_kwargs.get(name) for name in ("inputs_embeds", "attention_mask", CACHE))
-        length, held = (
-            (input_ids if embeds is None else embeds).shape[1],
-            0 if cache is None else cache.get_seq_length(),
-        )
+        length, held = (input_ids if embeds is None else embeds).shape[1], 0
+        if cache is not None:
+            held = cache.get_seq_length()
         # New tokens alone come with the mask of all, of which newer libraries keep the length where it masks nothing.
         covered = getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1]
         if held and held >= max(length, covered):
