@@ -265,8 +265,11 @@ def test_generation_goes_on_from_a_cache(kind):
         cache = model(ids, use_cache=True).past_key_values
         found = model.generate(prompt, attention_mask=torch.ones(2, 12).long(), past_key_values=cache, **greedy)
         assert torch.equal(found[:, prompt.shape[1] :], expected) and cache.get_seq_length() == 17
-    with pytest.raises(ValueError, match="past_key_values has read 17 positions, and the prompt has 12"):
-        model.generate(text, past_key_values=cache, **greedy)
+    for read in (text, ids_of(2, 17)):
+        with pytest.raises(
+            ValueError, match=f"past_key_values has read 17 positions, and the prompt has {read.shape[1]}"
+        ):
+            model.generate(read, past_key_values=cache, **greedy)
     embeds = model.get_input_embeddings()(ids)
     with pytest.raises(ValueError, match="prefill_chunk_size reads input_ids in pieces"):
         model.generate(ids, inputs_embeds=embeds, prefill_chunk_size=2, **greedy)

@@ -322,6 +322,8 @@ def test_large_texts_fill_rows_of_their_own(tmp_path, monkeypatch):
     mapped, _ = to_mapped_stream(rows, "text", BYTES)
     assert [len(chunk) for chunk in mapped.chunks] == [61, 101]
     monkeypatch.setattr(document_files, "_MAX_TEXT_BYTES", 99)
+    Dataset.from_dict({"text": ["in a table"] * 9}).to_json(tmp_path / "c.jsonl")
+    assert len(open_files([str(tmp_path / "c.jsonl")], streaming=False)) == 9
     with pytest.raises(ValueError, match=r"cannot read '.*b\.txt': a text holds at most 2 GB; split it"):
         open_files([str(tmp_path)], streaming=True)
 

@@ -67,6 +67,6 @@ def test_an_extended_run_keeps_its_attempts(arguments, tmp_path):
     share = {"truncation_attempts": 1, "truncation_until": "0.5"}
     train(arguments(tmp_path, "diagonal", max_steps=2, **share))
     sizes = history_of(tmp_path)["sizes"]
-    train([*arguments(tmp_path, "diagonal", max_steps=4, **share), "--extend"])
+    train([*arguments(tmp_path, "diagonal", max_steps=8, **share), "--extend"])
     extended = history_of(tmp_path)
     assert [attempt["step"] for attempt in extended["history"]] == [1] and extended["sizes"] == sizes
