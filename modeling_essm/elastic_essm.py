@@ -107,9 +107,8 @@ class ESSMElasticMixer(nn.Module):
             gates = F.pad(gates, (0, room - K))
         v = F.silu(v)
         f = v[..., :w].flatten(-2)
-        y, features = self.operator(
-            f, gates, self.channel_mixing[:, : room * w], state, call.lengths, self.algorithm, num_states
-        )
+        weights = self.channel_mixing[:, : room * w]
+        y, features = self.operator(f, gates, weights, state, call.lengths, self.algorithm, num_states, self.nested)
         y = (y[..., : K * w] + self.skip[: K * w] * f[..., : K * w]).unflatten(-1, (K, w))
         kept: dict[str, Tensor] = {}
         if self.memory is not None:
@@ -124,4 +123,4 @@ class ESSMElasticMixer(nn.Module):
             y = y.masked_fill(beyond(call.rows, K)[..., None], 0.0)
         if cache is not None:
             cache.update(features=features, convolution=tail, **kept)
-        return prefix_linear(self.out_proj, y.flatten(-2))
+        return prefix_linear(self.out_proj, y.to(z.dtype).flatten(-2))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry, shape_wrapper
+from torch.utils.flop_counter import flop_registry
 
 from .spectral_constants import (
     Realization,
@@ -43,13 +43,21 @@ _BYTES_PER_CHANNEL, _SHARE_OF_MEMORY, _MEMORY_UNKNOWN = 35 << 20, 32, 8 << 30
 _SMALL_PRODUCT = 400
 
 
-def chunked(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None):
-    """Outputs and final state, see the module."""
+def chunked(
+    basis: Realization,
+    u: Tensor,
+    gates: Tensor,
+    M: Tensor,
+    x0: Tensor | None,
+    lengths: Tensor | None,
+    nested: bool = False,
+):
+    """Outputs and final state, see the module. nested: as of `SpectralOperator`."""
     if M.ndim == 2 and gates.ndim == 3:
         gates = gates[..., None]
     if torch.compiler.is_exporting() or is_transformed(u, gates, M, x0):  # the opaque one would answer with zeros
         return _chunked_traceable(basis, u, gates, M, x0, lengths)
-    y, state, _ = _chunked_forward(u, gates, M, x0, lengths, *basis)
+    y, state, _ = _chunked_forward(u, gates, M, x0, lengths, *basis, nested)
     return y, state
 
 
@@ -57,20 +65,23 @@ def chunked(basis: Realization, u: Tensor, gates: Tensor, M: Tensor, x0: Tensor 
 # Between chunks: the scan.
 
 
-def _scan(v: Tensor, powers: Tensor) -> None:
+def _scan(v: Tensor, powers: Tensor, backwards: bool = False) -> None:
     """In place, s_i = carry s_{i-1} + v_i for all i: pairs become one step of carry^2, and so on up.
 
     Args:
-        v: (B, n, N, D). powers: (J, N, N), carry^(2^j).
+        v: (B, n, N, D). powers: (J, N, N), carry^(2^j). backwards: s_i = carry s_{i+1} + v_i.
     """
-    if v.shape[1] < 2:
+    n = v.shape[1]
+    if n < 2:
         return
-    odd = v[:, 1::2]
-    odd += state_matmul(powers[0], v[:, : 2 * odd.shape[1] : 2])
-    _scan(odd, powers[1:])
-    even = v[:, 2::2]
-    if even.shape[1]:
-        even += state_matmul(powers[0], odd[:, : even.shape[1]])
+    if backwards:
+        starts, ends, others = v[:, n % 2 + 1 :: 2], v[:, n % 2 : n - 1 : 2], v[:, 1 - n % 2 : n - 2 : 2]
+    else:
+        starts, ends, others = v[:, : n - 1 : 2], v[:, 1::2], v[:, 2::2]
+    ends += state_matmul(powers[0], starts)
+    _scan(ends, powers[1:], backwards)
+    if count := others.shape[1]:
+        others += state_matmul(powers[0], ends[:, -count:] if backwards else ends[:, :count])
 
 
 def _states_before_chunks(chunks: Tensor, x0: Tensor | None, readout: Tensor, powers: Tensor) -> Tensor:
@@ -91,9 +102,7 @@ def _states_before_chunks(chunks: Tensor, x0: Tensor | None, readout: Tensor, po
 
 def _scan_gradients(dchunks: Tensor, dx: Tensor, readout: Tensor, powers: Tensor) -> Tensor:
     """That backwards: adds to dchunks (B, n, C, D) what comes through dx (B, n, N, D); returns x0's (B, N, D)."""
-    dx = dx.flip(1)
-    _scan(dx, powers.mT)
-    dx = dx.flip(1)
+    _scan(dx, powers.mT, backwards=True)
     if dx.shape[1] > 1:
         dchunks[:, :-1] += state_matmul(readout[-1, :, : dchunks.shape[2]].T, dx[:, 1:])
     return dx[:, 0].clone()
@@ -249,6 +258,41 @@ def _unmix_diagonal(
     return dchunks, dx, dgates.permute(0, 3, 2, 1), dM
 
 
+def _nested_heads(nested: bool, steps: int, gates: Tensor, M: Tensor) -> list[tuple[slice, slice, int]]:
+    """Columns, gate and number of filters of every head that is mixed by itself: nested ones, on a CPU, whose features
+    at that many steps fill more than two groups. Of fewer, and on an accelerator, the number of calls is the time."""
+    if not nested or M.ndim == 3 or not _is_on_cpu(gates):
+        return []
+    (K, G), D = gates.shape[2:], M.shape[1]
+    if steps * K * D * M.element_size() <= 2 * _GROUP_BYTES_CPU:
+        return []
+    w = D // G
+    return [(slice(j * w, (j + 1) * w), slice(j, j + 1), min(j + 1, K)) for j in range(G)]
+
+
+def _mix(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor, nested: bool) -> Tensor:
+    """y of all chunks: `_mix_dense` or `_mix_diagonal`, of nested heads the filters that they have."""
+    if heads := _nested_heads(nested, gates.shape[:2].numel(), gates, M):
+        parts = [_mix_diagonal(basis, chunks[..., c], x[..., c], gates[:, :, :k, j], M[:k, c]) for c, j, k in heads]
+        return torch.cat(parts, 2)
+    return (_mix_diagonal if M.ndim == 2 else _mix_dense)(basis, chunks, x, gates, M)
+
+
+def _unmix(
+    basis: Realization, dy: Tensor, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor, nested: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of `_mix`, as `_unmix_dense` gives them."""
+    if not (heads := _nested_heads(nested, gates.shape[:2].numel(), gates, M)):
+        return (_unmix_diagonal if M.ndim == 2 else _unmix_dense)(basis, dy, chunks, x, gates, M)
+    dchunks, dx = torch.empty_like(chunks, dtype=x.dtype), torch.empty_like(x)
+    dgates, dM = gates.new_zeros(gates.shape), torch.zeros_like(M, dtype=state_dtype(M.dtype))
+    for c, j, k in heads:
+        dchunks[..., c], dx[..., c], dgates[:, :, :k, j], dM[:k, c] = _unmix_diagonal(
+            basis, dy[..., c], chunks[..., c], x[..., c], gates[:, :, :k, j], M[:k, c]
+        )
+    return dchunks, dx, dgates, dM
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The opaque operators.
 
@@ -279,7 +323,15 @@ _NAMESPACE = "essm_" + hashlib.sha1(__name__.encode()).hexdigest()[:8]
 
 @torch.library.custom_op(f"{_NAMESPACE}::chunked", mutates_args=())
 def _chunked_forward(
-    u: Tensor, gates: Tensor, M: Tensor, x0: Tensor | None, lengths: Tensor | None, H: int, N: int, C: int
+    u: Tensor,
+    gates: Tensor,
+    M: Tensor,
+    x0: Tensor | None,
+    lengths: Tensor | None,
+    H: int,
+    N: int,
+    C: int,
+    nested: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns y (B, L, E), the final state (B, N, D) and, for the backward pass, the state before every chunk."""
     B, L, _ = u.shape
@@ -287,8 +339,7 @@ def _chunked_forward(
     readout, powers = chunk_constants(basis, str(u.device), state_dtype(u.dtype))
     chunks, chunk_gates = _cut(u, gates, C)
     x = _states_before_chunks(chunks, x0, readout, powers)
-    mix = _mix_diagonal if M.ndim == 2 else _mix_dense
-    y = mix(basis, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
+    y = _mix(basis, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M, nested)
     y = y.view(B, chunks.shape[1] * y.shape[1], y.shape[2])[:, :L].contiguous()
     # The state after each row's last step is one more readout of its last chunk.
     last, read = _last_chunk(lengths, L, C, readout)
@@ -297,7 +348,7 @@ def _chunked_forward(
 
 
 @_chunked_forward.register_fake
-def _(u, gates, M, x0, lengths, H, N, C):
+def _(u, gates, M, x0, lengths, H, N, C, nested):
     B, L, D = u.shape
     dtype = state_dtype(u.dtype)
     return (
@@ -319,6 +370,7 @@ def _chunked_backward(
     H: int,
     N: int,
     C: int,
+    nested: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns du, dgates, dM (zero beyond the budget) and dx0; features are made again, group by group."""
     B, L, _ = u.shape
@@ -328,8 +380,7 @@ def _chunked_backward(
     n, R = chunks.shape[1], chunk_gates.shape[1]
     # 1. Inside the chunks.
     dy = _pad_length(dy, n * R).reshape(B * n, R, dy.shape[2])
-    unmix = _unmix_diagonal if M.ndim == 2 else _unmix_dense
-    dchunks, dx, dgates, dM = unmix(basis, dy, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M)
+    dchunks, dx, dgates, dM = _unmix(basis, dy, chunks.flatten(0, 1), x.flatten(0, 1), chunk_gates, M, nested)
     # 2. The final state reads one chunk of each row.
     dchunks, dx = dchunks.view(chunks.shape), dx.view(x.shape)
     last, read = _last_chunk(lengths, L, C, readout)
@@ -344,7 +395,7 @@ def _chunked_backward(
 
 
 @_chunked_backward.register_fake
-def _(dy, dstate, u, gates, M, x, lengths, H, N, C):
+def _(dy, dstate, u, gates, M, x, lengths, H, N, C, nested):
     return (
         torch.empty_like(u, memory_format=torch.contiguous_format),
         torch.empty_like(gates, memory_format=torch.contiguous_format),
@@ -379,7 +430,7 @@ def _backward(ctx, dy, dstate, _dx):
         dstate = x.new_zeros(x.shape[0], x.shape[2], x.shape[3])
     with torch.autocast(u.device.type, enabled=False):  # or a backward pass inside an autocast block scans in bf16
         du, dgates, dM, dx0 = _chunked_backward(dy.contiguous(), dstate, u, gates, M, x, lengths, *ctx.spec)
-    return du, dgates, dM, dx0 if ctx.has_x0 else None, None, None, None, None
+    return du, dgates, dM, dx0 if ctx.has_x0 else None, None, None, None, None, None
 
 
 _chunked_forward.register_autograd(_backward, setup_context=_save_for_backward)
@@ -392,21 +443,25 @@ def _scan_products(n: int) -> int:
     return 0 if n < 2 else n // 2 + (n - 1) // 2 + _scan_products(n // 2)
 
 
-def _count_flops(u: Any, gates: Any, M: Any, N: int, C: int, inside: int) -> int:
+def _count_flops(u: Tensor, gates: Tensor, M: Tensor, N: int, C: int, nested: bool, inside: int) -> int:
     """Of the operator, from shapes; products inside the chunks are made so many times."""
-    (B, L, D), K = u, gates[2]
+    (B, L, D), K = u.shape, gates.shape[2]
     chunks, steps = -(-L // C), min(L, C)
-    mixing = M[2] if len(M) == 3 else 0  # by diagonal M_k it is no product
-    in_chunks = B * chunks * steps * K * D * (C + N + mixing)
+    heads = _nested_heads(nested, B * chunks * steps, gates, M)
+    features = D // len(heads) * sum(k for *_, k in heads) if heads else K * D
+    mixing = M.shape[2] if M.ndim == 3 else 0  # by diagonal M_k it is no product
+    in_chunks = B * chunks * steps * features * (C + N + mixing)
     between = B * D * N * ((chunks - 1) * C + _scan_products(chunks) * N + C + N)
     return 2 * (inside * in_chunks + between)
 
 
-flop_registry[_chunked_forward._opoverload._overloadpacket] = shape_wrapper(
-    lambda u, gates, M, x0, lengths, H, N, C, out_shape: _count_flops(u, gates, M, N, C, inside=1)
+flop_registry[_chunked_forward._opoverload._overloadpacket] = (
+    lambda u, gates, M, x0, lengths, H, N, C, nested, out_val: _count_flops(u, gates, M, N, C, nested, inside=1)
 )
-flop_registry[_chunked_backward._opoverload._overloadpacket] = shape_wrapper(
-    lambda dy, dstate, u, gates, M, x, lengths, H, N, C, out_shape: _count_flops(u, gates, M, N, C, inside=2)
+flop_registry[_chunked_backward._opoverload._overloadpacket] = (
+    lambda dy, dstate, u, gates, M, x, lengths, H, N, C, nested, out_val: _count_flops(
+        u, gates, M, N, C, nested, inside=2
+    )
 )
 
 

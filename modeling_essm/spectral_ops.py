@@ -127,6 +127,7 @@ class SpectralOperator:
         lengths: Tensor | None = None,
         algorithm: str = "chunked",
         num_states: int | None = None,
+        nested: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Eq. (7) for a budget K = gates.shape[2]; reads the first K matrices and N states only.
 
@@ -139,6 +140,7 @@ class SpectralOperator:
             algorithm: a key of ALGORITHMS. `chunked` takes `step` for a single step.
             num_states: N to carry, by default what the budget needs, to which smaller values are raised. With an
                 initial state it is taken as given, because the cache has checked it.
+            nested: whether the gates g_kj(t) of filters k > j are zero, which `chunked` on a CPU then skips.
         Returns:
             y (B, L, E) in u's dtype, and the state (B, N, D) after each row's last step in fp32 (fp64 for fp64).
         Raises:
@@ -182,8 +184,9 @@ class SpectralOperator:
             algorithm = "step"
         basis = Realization(self.filter_length, N, self.chunk_size)
         last = None if lengths is None else lengths.clamp(min=1)
+        skip = {"nested": nested} if algorithm == "chunked" else {}
         with torch.autocast(u.device.type, enabled=False) if autocast else nullcontext():  # dtypes are chosen here
-            y, state = ALGORITHMS[algorithm](basis, u, gates, channel_mixing, initial_state, last)
+            y, state = ALGORITHMS[algorithm](basis, u, gates, channel_mixing, initial_state, last, **skip)
         if lengths is not None:  # a row of padding only keeps the state it came with
             before = state.new_zeros(()) if initial_state is None else initial_state.to(state.dtype)
             state = torch.where((lengths > 0)[:, None, None], state, before)

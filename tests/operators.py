@@ -40,11 +40,11 @@ def reachable_state(operator, K, D, B, dtype, seed=1):
     return operator(u, gates, M, algorithm="naive")[1].to(state_dtype(dtype))
 
 
-def run(operator, algorithm, u, gates, M, x0, lengths):
+def run(operator, algorithm, u, gates, M, x0, lengths, nested=False):
     """Outputs, the K leading states, and gradients of a fixed random functional of both."""
     leaves = [t.clone().requires_grad_() for t in (u, gates, M)]
     x0 = None if x0 is None else x0.clone().requires_grad_()
-    y, state = operator(*leaves, x0, lengths, algorithm=algorithm)
+    y, state = operator(*leaves, x0, lengths, algorithm=algorithm, nested=nested)
     K = gates.shape[2]
     generator = torch.Generator().manual_seed(2)
     wy = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.device)

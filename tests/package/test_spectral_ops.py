@@ -46,6 +46,26 @@ def test_agrees_with_the_definition_after_a_state_and_before_padding(algorithm, 
         assert_agrees(operator, algorithm, u, gates, M, x0, lengths)
 
 
+@algorithms
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
+def test_nested_heads_agree_with_the_definition(dtype, algorithm, monkeypatch):
+    """Head j has filters 1 to j; there may be more heads than filters, whose gates are zero. The gradient by a gate
+    that is zero for being of a later filter counts nowhere."""
+    monkeypatch.setattr(spectral_chunked, "_GROUP_BYTES_CPU", 1024)  # or each head alone would not pay
+    for L, K, heads in ((63, 3, 3), (200, 4, 6), (21, 6, 6)):
+        u, gates, M = make_heads(2, L, K, G=heads, dtype=dtype)
+        has = torch.arange(K)[:, None] <= torch.arange(heads)
+        gates *= has & (torch.arange(heads) < K)
+        operator, lengths = SpectralOperator(H, chunk_size=16), torch.tensor([L, L - 5])
+        given = u, gates, M, reachable_state(operator, K, u.shape[-1], 2, dtype), lengths
+        expected, actual = run(operator, "naive", *given), run(operator, algorithm, *given, nested=True)
+        expected["dgates"] *= has
+        actual["dgates"] *= has
+        for name in expected:
+            error = relative_error(actual[name], expected[name])
+            assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=lambda d: str(d)[6:])
 @MIXING
 def test_what_an_accelerator_runs_agrees_with_the_definition(dtype, make, monkeypatch):
@@ -91,15 +111,21 @@ def test_a_budget_touches_only_its_prefix(algorithm):
 
 
 @torch.no_grad()
-@MIXING
-def test_the_librarys_counter_of_flops_counts_what_is_inside(make):
+@pytest.mark.parametrize(
+    ("make", "nested"),
+    [(make_inputs, False), (make_heads, False), (make_heads, True)],
+    ids=["dense", "diagonal", "nested"],
+)
+def test_the_librarys_counter_of_flops_counts_what_is_inside(make, nested, monkeypatch):
+    """Of nested heads that are long enough, only the filters that they have."""
+    monkeypatch.setattr(spectral_chunked, "_GROUP_BYTES_CPU", 1024)
     for L in (1, 9, 100):
         u, gates, M = make(
             2, L, 6, dtype=torch.bfloat16
         )  # in fp32 an in-place product is one that torch does not count
-        inputs = u, gates, M, None, None, H, 20, 8
+        inputs = u, gates, M, None, None, H, 20, 8, nested
         y, state, x = spectral_chunked._chunked_forward(*inputs)
-        gradients = torch.ones_like(y), torch.ones_like(state), u, gates, M, x, None, H, 20, 8
+        gradients = torch.ones_like(y), torch.ones_like(state), u, gates, M, x, None, H, 20, 8, nested
         for operator, arguments in (
             (spectral_chunked._chunked_forward, inputs),
             (spectral_chunked._chunked_backward, gradients),
@@ -110,6 +136,9 @@ def test_the_librarys_counter_of_flops_counts_what_is_inside(make):
             with counted:
                 operator._init_fn(*arguments)
             assert told.get_total_flops() == counted.get_total_flops() > 0
+            with FlopCounterMode(display=False) as whole:
+                operator(*arguments[:-1], False)
+            assert (told.get_total_flops() < whole.get_total_flops()) == (nested and L > 1)
 
 
 def test_no_rows_make_a_step():
