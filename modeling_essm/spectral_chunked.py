@@ -272,10 +272,12 @@ def _nested_heads(nested: bool, steps: int, gates: Tensor, M: Tensor) -> list[tu
 
 def _mix(basis: Realization, chunks: Tensor, x: Tensor, gates: Tensor, M: Tensor, nested: bool) -> Tensor:
     """y of all chunks: `_mix_dense` or `_mix_diagonal`, of nested heads the filters that they have."""
-    if heads := _nested_heads(nested, gates.shape[:2].numel(), gates, M):
-        parts = [_mix_diagonal(basis, chunks[..., c], x[..., c], gates[:, :, :k, j], M[:k, c]) for c, j, k in heads]
-        return torch.cat(parts, 2)
-    return (_mix_diagonal if M.ndim == 2 else _mix_dense)(basis, chunks, x, gates, M)
+    if not (heads := _nested_heads(nested, gates.shape[:2].numel(), gates, M)):
+        return (_mix_diagonal if M.ndim == 2 else _mix_dense)(basis, chunks, x, gates, M)
+    y = chunks.new_empty(*gates.shape[:2], M.shape[1])
+    for c, j, k in heads:
+        y[..., c] = _mix_diagonal(basis, chunks[..., c], x[..., c], gates[:, :, :k, j], M[:k, c])
+    return y
 
 
 def _unmix(
