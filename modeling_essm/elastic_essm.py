@@ -123,4 +123,5 @@ class ESSMElasticMixer(nn.Module):
             y = y.masked_fill(beyond(call.rows, K)[..., None], 0.0)
         if cache is not None:
             cache.update(features=features, convolution=tail, **kept)
-        return prefix_linear(self.out_proj, y.to(z.dtype).flatten(-2))
+        y = y.to(z.dtype)  # while it has heads: a compiler then computes it by heads, and not one element at a time
+        return prefix_linear(self.out_proj, y.flatten(-2))

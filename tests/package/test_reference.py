@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import random_ids, random_model
+from torch.utils.flop_counter import FlopCounterMode
 
-from modeling_essm import ESSMCache
+from modeling_essm import ESSMCache, spectral_chunked
 from modeling_essm.memory_essm import delta_rule
 from modeling_essm.mixer_essm import LayerCall, short_convolution
 from modeling_essm.reference import elastic_mixer, mix_channels, spectral_features, spectral_mixer
@@ -75,10 +76,13 @@ SHAPES = {  # odd sizes; chunks of filters have 8 steps, those of the memory 64
 }
 
 
-@pytest.mark.parametrize("algorithm", ["naive", "chunked"])
+@pytest.mark.parametrize("algorithm", ["naive", "chunked", "chunked by heads"])
 @pytest.mark.parametrize("L, fields", SHAPES.values(), ids=SHAPES)
-def test_the_elastic_block_is_what_it_says(L, fields, algorithm):
+def test_the_elastic_block_is_what_it_says(L, fields, algorithm, monkeypatch):
     """Outputs, states, and gradients by the input and every weight, at every budget."""
+    if algorithm == "chunked by heads":  # as nested ones are in long texts
+        monkeypatch.setattr(spectral_chunked, "_GROUP_BYTES_CPU", 1)
+        algorithm = "chunked"
     sizes = {"hidden_size": 9, "num_spectral_channels": 5, "gate_hidden_size": 10, "scaling_exponent": 0.25}
     model = random_model(block="elastic", **sizes, **fields, num_hidden_layers=1, spectral_algorithm=algorithm).double()
     layer, generator = model.model.layers[0], torch.Generator().manual_seed(L)
@@ -100,6 +104,19 @@ def test_the_elastic_block_is_what_it_says(L, fields, algorithm):
         gradients = (torch.autograd.grad((out * weight).sum(), inputs.values()) for out in (y, expected))
         for name, actual, expected in zip(inputs, *gradients):
             compare((K, name), actual, expected, factor=5)  # sums over positions cancel
+
+
+@torch.no_grad()
+def test_nested_heads_cost_less(monkeypatch):
+    """A model whose heads mix the filters up to their own computes no others."""
+    monkeypatch.setattr(spectral_chunked, "_GROUP_BYTES_CPU", 1)
+    found = []
+    for gating in ("nested", "softmax"):
+        model = random_model(block="elastic", num_spectral_channels=4, gating=gating)
+        with FlopCounterMode(display=False) as counted:
+            model(random_ids(1, 100))
+        found.append(counted.get_total_flops())
+    assert found[0] < found[1]
 
 
 def test_loops_over_every_index_give_the_same():
